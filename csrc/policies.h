@@ -1,0 +1,195 @@
+// The placement policies. Each is described by its formula, inputs, and when it loses.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+
+#include "policy.h"
+
+namespace calrouter {
+
+struct PolicyOptions {
+  std::size_t start = 0;     // offset in the pool at which turns begin
+  std::int64_t routers = 1;  // routers that share the engines
+  std::uint64_t seed = 0;
+  std::int64_t threshold_tokens = 512;
+  double long_share = 0.5;
+};
+
+/// Ranks in turn. Reads nothing. Exactly even in counts; loses as soon as requests
+/// differ in size.
+class RoundRobin final : public Policy {
+ public:
+  RoundRobin(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Policy(begin, end), turn_(options.start) {}
+  const char* name() const override { return "round_robin"; }
+  const char* reason() const override { return "its turn"; }
+
+ protected:
+  std::size_t choose(Table&, const Demand&) override {
+    const std::size_t rank = begin() + turn_ % size();
+    ++turn_;
+    scores_.push_back({rank, 0.0});
+    return rank;
+  }
+
+ private:
+  std::size_t turn_;
+};
+
+/// Fewest legs in flight (both phases) among this router's own; equal engines take
+/// turns. Loses when legs differ in length, or other routers load the engines.
+class LeastLoaded final : public Policy {
+ public:
+  LeastLoaded(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Policy(begin, end), turn_(options.start) {}
+  const char* name() const override { return "least_loaded"; }
+  const char* reason() const override { return "fewest legs in flight"; }
+
+ protected:
+  std::size_t choose(Table& table, const Demand&) override {
+    return least(begin(), size(), turn_++, [&](std::size_t rank) {
+      return static_cast<double>(table.row(rank).in_flight());
+    });
+  }
+
+ private:
+  std::size_t turn_;
+};
+
+/// Two distinct engines drawn at random, the one with fewer legs in flight. Routers
+/// that do not see each other herd less than with `least_loaded`; loses to it when
+/// there is only one router.
+class PowerOfTwo final : public Policy {
+ public:
+  PowerOfTwo(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Policy(begin, end), random_(options.seed) {}
+  const char* name() const override { return "power_of_two"; }
+  const char* reason() const override { return "fewer legs of two drawn"; }
+
+ protected:
+  std::size_t choose(Table& table, const Demand&) override {
+    const std::size_t first = draw(size());
+    if (size() == 1) return look(table, first);
+    std::size_t second = draw(size() - 1);
+    if (second >= first) ++second;
+    const std::size_t a = look(table, first);
+    const std::size_t b = look(table, second);
+    return table.row(b).in_flight() < table.row(a).in_flight() ? b : a;
+  }
+
+ private:
+  std::size_t draw(std::size_t below) { return random_() % below; }
+
+  std::size_t look(const Table& table, std::size_t offset) {
+    const std::size_t rank = begin() + offset;
+    scores_.push_back({rank, static_cast<double>(table.row(rank).in_flight())});
+    return rank;
+  }
+
+  std::mt19937_64 random_;
+};
+
+/// Requests predicted longer than `threshold_tokens` go to the last
+/// ceil(long_share * n) engines of the pool, the others to the rest; fewest legs in
+/// flight within either. Keeps short requests out of long ones' way; loses when the
+/// mix does not match the share.
+class LengthThreshold final : public Policy {
+ public:
+  LengthThreshold(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Policy(begin, end),
+        threshold_tokens_(options.threshold_tokens),
+        long_engines_(long_engines(options.long_share)) {
+    turns_[0] = turns_[1] = options.start;
+  }
+  const char* name() const override { return "length_threshold"; }
+  const char* reason() const override {
+    return last_long_ ? "fewest legs of the long set" : "fewest legs of the short set";
+  }
+
+ protected:
+  std::size_t choose(Table& table, const Demand& demand) override {
+    last_long_ = demand.output_tokens > threshold_tokens_;
+    const std::size_t short_engines = size() - long_engines_;
+    // A pool of one engine has no short set.
+    const bool to_long = last_long_ || short_engines == 0;
+    const std::size_t first = to_long ? begin() + short_engines : begin();
+    const std::size_t count = to_long ? long_engines_ : short_engines;
+    return least(first, count, turns_[to_long]++, [&](std::size_t rank) {
+      return static_cast<double>(table.row(rank).in_flight());
+    });
+  }
+
+ private:
+  std::size_t long_engines(double share) const {
+    if (!(share > 0.0 && share <= 1.0))
+      throw std::invalid_argument("long_share must be above 0 and at most 1");
+    const auto wanted = static_cast<std::size_t>(std::ceil(share * double(size())));
+    return std::max<std::size_t>(1, std::min(wanted, size() - 1));
+  }
+
+  std::int64_t threshold_tokens_;
+  std::size_t long_engines_;
+  std::size_t turns_[2];
+  bool last_long_ = false;
+};
+
+/// The rule of vLLM's own data-parallel client (0.32 and 0.33), within a pool:
+/// max(routers * own legs, waiting + running) + waiting * 6 * max(0, KV use - 0.5),
+/// scanned from an engine that moves on by one each pick. What it knows of other
+/// routers is as old as the last report (100 ms). Blind to the size of requests.
+class VllmOwn final : public Policy {
+ public:
+  VllmOwn(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Policy(begin, end), turn_(options.start), routers_(options.routers) {
+    if (routers_ < 1) throw std::invalid_argument("routers must be at least 1");
+  }
+  const char* name() const override { return "vllm"; }
+  const char* reason() const override { return "least by vLLM's own rule"; }
+
+ protected:
+  std::size_t choose(Table& table, const Demand&) override {
+    const std::size_t rank = least(begin(), size(), turn_++, [&](std::size_t r) {
+      return cost(table.row(r));
+    });
+    table.expect_waiting(rank, routers_);
+    return rank;
+  }
+
+ private:
+  double cost(const EngineLoad& row) const {
+    const std::int64_t reported = row.reported_waiting + row.reported_running;
+    const double requests =
+        static_cast<double>(std::max(routers_ * row.in_flight(), reported));
+    const double pressure = 6.0 * std::max(0.0, row.reported_kv_usage - 0.5);
+    return requests + static_cast<double>(row.reported_waiting) * pressure;
+  }
+
+  std::size_t turn_;
+  std::int64_t routers_;
+};
+
+inline constexpr const char* kPolicyNames[] = {"vllm", "round_robin", "least_loaded",
+                                               "power_of_two", "length_threshold"};
+
+inline std::unique_ptr<Policy> make_policy(const std::string& name, std::size_t begin,
+                                           std::size_t end,
+                                           const PolicyOptions& options) {
+  if (name == "round_robin") return std::make_unique<RoundRobin>(begin, end, options);
+  if (name == "least_loaded") return std::make_unique<LeastLoaded>(begin, end, options);
+  if (name == "power_of_two") return std::make_unique<PowerOfTwo>(begin, end, options);
+  if (name == "length_threshold")
+    return std::make_unique<LengthThreshold>(begin, end, options);
+  if (name == "vllm") return std::make_unique<VllmOwn>(begin, end, options);
+  std::string known;
+  for (const char* policy : kPolicyNames) known += std::string(" ") + policy;
+  throw std::invalid_argument("unknown policy '" + name + "', known:" + known);
+}
+
+}  // namespace calrouter

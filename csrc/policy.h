@@ -1,0 +1,85 @@
+// What a placement policy is: from the ranks [begin, end) it picks one.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "table.h"
+
+namespace calrouter {
+
+/// What is known of a request when its engine is chosen, in tokens.
+struct Demand {
+  std::int64_t prompt_tokens = 0;
+  std::int64_t output_tokens = 0;  // predicted
+};
+
+struct Score {
+  std::size_t rank;
+  double value;  // lower is better
+};
+
+class Policy {
+ public:
+  Policy(std::size_t begin, std::size_t end) : begin_(begin), end_(end) {
+    if (begin >= end) throw std::invalid_argument("a pool needs at least one engine");
+    scores_.reserve(end - begin);
+  }
+  virtual ~Policy() = default;
+  Policy(const Policy&) = delete;
+  Policy& operator=(const Policy&) = delete;
+
+  virtual const char* name() const = 0;
+
+  /// Why the last pick fell as it did, in a few words.
+  virtual const char* reason() const = 0;
+
+  /// Picks a rank of the pool. The table is changed only by policies that count what
+  /// they expect an engine to report next. Does not allocate.
+  std::size_t pick(Table& table, const Demand& demand) {
+    if (end_ > table.engines()) throw std::out_of_range("the pool exceeds the table");
+    scores_.clear();
+    return choose(table, demand);
+  }
+
+  /// Candidates of the last pick, in the order they were looked at.
+  const std::vector<Score>& scores() const { return scores_; }
+
+  std::size_t begin() const { return begin_; }
+  std::size_t end() const { return end_; }
+  std::size_t size() const { return end_ - begin_; }
+
+ protected:
+  virtual std::size_t choose(Table& table, const Demand& demand) = 0;
+
+  /// The least score among the ranks [first, first + count), scanned from the offset
+  /// `start`, which decides ties.
+  template <class ScoreOf>
+  std::size_t least(std::size_t first, std::size_t count, std::size_t start,
+                    ScoreOf&& score_of) {
+    std::size_t best = first;
+    double least_value = std::numeric_limits<double>::infinity();
+    for (std::size_t i = 0; i < count; ++i) {
+      const std::size_t rank = first + (start + i) % count;
+      const double value = score_of(rank);
+      scores_.push_back({rank, value});
+      if (value < least_value) {
+        least_value = value;
+        best = rank;
+      }
+    }
+    return best;
+  }
+
+  std::vector<Score> scores_;
+
+ private:
+  std::size_t begin_;
+  std::size_t end_;
+};
+
+}  // namespace calrouter

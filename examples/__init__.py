@@ -1,0 +1,1 @@
+"""Runnable examples, and the tiny model and CPU cluster that the tests share."""

@@ -1,0 +1,55 @@
+"""Builds the C++ core and registers the plugin with vLLM."""
+
+import re
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+
+def version() -> str:
+    text = (HERE / "vllm_calrouter" / "__init__.py").read_text()
+    match = re.search(r'^__version__ = "(.+)"$', text, re.MULTILINE)
+    assert match, "vllm_calrouter/__init__.py must define __version__"
+    return match.group(1)
+
+
+setup(
+    name="vllm-calrouter",
+    version=version(),
+    description="Routes vLLM requests to prefill and decode engines in one server",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.10",
+    packages=find_packages(include=["vllm_calrouter", "vllm_calrouter.*"]),
+    package_data={"vllm_calrouter": ["py.typed", "*.pyi"]},
+    ext_modules=[
+        Pybind11Extension(
+            "vllm_calrouter._core",
+            ["csrc/binding.cpp"],
+            include_dirs=["csrc"],
+            depends=[f"csrc/{name}.h" for name in ("table", "policy", "policies")],
+            cxx_std=17,
+            extra_compile_args=["-O2", "-Wall", "-Wextra"],
+        )
+    ],
+    install_requires=[
+        "vllm>=0.32,<0.34",
+        "nixl>=1.5",
+        "torch",
+        "msgspec>=0.19",
+        "pyzmq>=26",
+        "prometheus-client>=0.20",
+    ],
+    entry_points={
+        "vllm.general_plugins": ["calrouter = vllm_calrouter.plugin:register"],
+    },
+    classifiers=[
+        "Programming Language :: Python :: 3",
+        "Programming Language :: C++",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,1 @@
+"""What runs in the engine processes: roles, limits, and what an engine tells."""

@@ -1,0 +1,76 @@
+"""The hook on an engine's scheduler: limits by role, and the state an engine tells."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from vllm_calrouter.options import CONFIG_KEY
+from vllm_calrouter.seam import add_engine_utility, router_options
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+STATE_UTILITY = "calrouter_state"
+
+
+def build_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Any:
+    """What vLLM calls as the scheduler class: the class in use, under our limits."""
+    options = router_options(vllm_config)
+    assert options is not None, "this scheduler is chosen by the router only"
+    scheduler = _base_class(vllm_config)(vllm_config=vllm_config, **kwargs)
+    rank = vllm_config.parallel_config.data_parallel_index
+    if options.prefill:
+        limits = options.role_limits(prefill=rank < options.prefill)
+        _apply_limits(scheduler, limits)
+    add_engine_utility(STATE_UTILITY, engine_state)
+    return scheduler
+
+
+def _base_class(vllm_config: VllmConfig) -> Any:
+    chosen = vllm_config.additional_config.get(CONFIG_KEY + "_scheduler")
+    if chosen is not None:
+        module, _, name = chosen.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+    if vllm_config.scheduler_config.async_scheduling:
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+        return AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return Scheduler
+
+
+def _apply_limits(scheduler: Any, limits: dict[str, int]) -> None:
+    # The model runner's buffers were sized for the larger, common limits; what a
+    # step may hold is the scheduler's alone to say.
+    if (seqs := limits.get("max_num_seqs")) is not None:
+        scheduler.max_num_active_reqs = seqs
+        scheduler.max_num_running_reqs = seqs
+    if (tokens := limits.get("max_num_batched_tokens")) is not None:
+        scheduler.max_num_scheduled_tokens = tokens
+
+
+def engine_state(engine_core: Any) -> dict[str, Any]:
+    """What an engine holds right now; counts of requests and of KV blocks.
+
+    `held` counts finished requests whose blocks wait for a reader (`kv_free_blocks`
+    counts blocks that only the prefix cache still remembers as free).
+    """
+    scheduler = engine_core.scheduler
+    config = engine_core.vllm_config
+    running, waiting = scheduler.get_request_counts()
+    pool = scheduler.kv_cache_manager.block_pool
+    transfer = config.kv_transfer_config
+    return {
+        "rank": config.parallel_config.data_parallel_index,
+        "kv_role": transfer.kv_role if transfer else None,
+        "running": running,
+        "waiting": waiting,
+        "held": len(scheduler.requests) - running - waiting,
+        # One block is the null block, which is never free.
+        "kv_total_blocks": pool.num_gpu_blocks - 1,
+        "kv_free_blocks": pool.get_num_free_blocks(),
+        "max_num_seqs": scheduler.max_num_active_reqs,
+        "max_num_batched_tokens": scheduler.max_num_scheduled_tokens,
+    }

@@ -1,0 +1,193 @@
+"""What a launch must look like for the router to work: the checks before the start."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm_calrouter import options as opt
+from vllm_calrouter.options import OptionError, RouterOptions
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+#: Launch modes in which requests do not pass the client the router extends, or
+#: pass one that sees only part of the engines: flag, and what to do instead.
+_BYPASSES = {
+    "grpc": "serve HTTP: drop --grpc",
+    "headless": "run every engine from the API server's host: drop --headless",
+    "data_parallel_external_lb": "drop --data-parallel-external-lb",
+    "data_parallel_hybrid_lb": "drop --data-parallel-hybrid-lb",
+    "data_parallel_multi_port_external_lb": (
+        "drop --data-parallel-multi-port-external-lb"
+    ),
+    "enable_elastic_ep": "drop --enable-elastic-ep: the set of ranks must not change",
+}
+
+_SETS_RANK = ("data_parallel_rank", "data_parallel_start_rank")
+
+#: Keys that mean something under one policy only.
+_POLICY_KEYS = {
+    "length_threshold_tokens": "length_threshold",
+    "long_share": "length_threshold",
+    "seed": "power_of_two",
+}
+
+_NIXL_CONNECTORS = ("NixlConnector", "NixlPullConnector")
+
+
+def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None:
+    """Options of a parsed command line, or None when it does not ask for the router.
+
+    Raises:
+        OptionError: the launch cannot work as written, or part of it has no effect.
+    """
+    config = _written_config(args)
+    if args.router_plugin is None:
+        if config:
+            raise OptionError(
+                "--router-policy and --router-config have no effect without a "
+                f"plugin: add --router-plugin {opt.PLUGIN_NAME}"
+            )
+        return None
+    if args.router_plugin != opt.PLUGIN_NAME:
+        raise OptionError(
+            f"unknown router plugin {args.router_plugin!r}: "
+            f"write --router-plugin {opt.PLUGIN_NAME}"
+        )
+    options = opt.parse(config)
+    _check_effect(config, options)
+    _check_launch_mode(args, environ)
+    _check_engines(args.data_parallel_size, options.prefill)
+    return options
+
+
+def _written_config(args: Namespace) -> dict[str, Any]:
+    config = dict(args.router_config or {})
+    policy = args.router_policy
+    if policy is not None and config.setdefault("policy", policy) != policy:
+        raise OptionError(
+            f"--router-policy {policy} and --router-config.policy "
+            f"{config['policy']} contradict each other: write one of them"
+        )
+    return config
+
+
+def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
+    for key, policy in _POLICY_KEYS.items():
+        if key in config and options.policy != policy:
+            raise OptionError(
+                f"--router-config.{key} has no effect under the policy "
+                f"{options.policy}: drop it or write --router-policy {policy}"
+            )
+    if options.prefill:
+        return
+    for key in config:
+        if key.startswith(("prefill_", "decode_")):
+            raise OptionError(
+                f"--router-config.{key} has no effect when every engine does both: "
+                "add --router-config.prefill N"
+            )
+
+
+def _check_launch_mode(args: Namespace, environ: Mapping[str, str]) -> None:
+    for flag, advice in _BYPASSES.items():
+        if getattr(args, flag, False):
+            raise OptionError(f"the router cannot work with this launch: {advice}")
+    for flag in _SETS_RANK:
+        if getattr(args, flag, None) is not None:
+            raise OptionError(
+                "the router needs all ranks behind one server: "
+                f"drop --{flag.replace('_', '-')}"
+            )
+    if getattr(args, "data_parallel_backend", "mp") != "mp":
+        raise OptionError(
+            f"--data-parallel-backend {args.data_parallel_backend} has not been "
+            "tried with the router: write --data-parallel-backend mp"
+        )
+    if environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true"):
+        raise OptionError(
+            "the Rust front-end does not pass through the router: "
+            "unset VLLM_USE_RUST_FRONTEND"
+        )
+
+
+def _check_engines(engines: int, prefill: int) -> None:
+    if engines < 2:
+        raise OptionError(
+            f"the router needs at least two engines, got {engines}: "
+            "add --data-parallel-size N"
+        )
+    if prefill >= engines:
+        raise OptionError(
+            f"{prefill} prefill of {engines} engines leave none to decode: write "
+            f"--router-config.prefill {engines - 1} or less, "
+            f"or --data-parallel-size {prefill + 1} or more"
+        )
+
+
+def check_config(config: VllmConfig, options: RouterOptions) -> None:
+    """Check what only the finished configuration tells (model, connector, limits).
+
+    Raises:
+        OptionError: as `resolve`.
+    """
+    _check_engines(config.parallel_config.data_parallel_size, options.prefill)
+    if not options.prefill:
+        return
+    _check_model(config)
+    _check_connector(config)
+    _check_role_limits(config, options)
+
+
+def _check_model(config: VllmConfig) -> None:
+    if config.model_config.is_moe:
+        raise OptionError(
+            f"{config.model_config.model} is a mixture of experts, whose ranks step "
+            "together, so prefill and decode would hold each other up: "
+            "write --router-config.prefill 0"
+        )
+    if config.model_config.runner_type == "pooling":
+        raise OptionError(
+            f"{config.model_config.model} is served for pooling and never decodes: "
+            "write --router-config.prefill 0"
+        )
+
+
+def _check_connector(config: VllmConfig) -> None:
+    transfer = config.kv_transfer_config
+    name = transfer.kv_connector if transfer else None
+    if name not in _NIXL_CONNECTORS:
+        found = f"the connector is {name}" if name else "no KV connector is configured"
+        raise OptionError(
+            f"separate prefill engines hand KV caches over with NIXL, but {found}: "
+            'add --kv-transfer-config \'{"kv_connector":"NixlConnector",'
+            '"kv_role":"kv_both"}\' or write --router-config.prefill 0'
+        )
+    if transfer.get_from_extra_config("bidirectional_kv_xfer", False):
+        raise OptionError(
+            "bidirectional_kv_xfer pins KV caches on decode engines that the router "
+            "does not read back: drop it from kv_connector_extra_config"
+        )
+
+
+def _check_role_limits(config: VllmConfig, options: RouterOptions) -> None:
+    scheduler = config.scheduler_config
+    for role in ("prefill", "decode"):
+        for name, value in options.role_limits(prefill=role == "prefill").items():
+            flag = f"--{name.replace('_', '-')}"
+            most = getattr(scheduler, name)
+            if value > most:
+                raise OptionError(
+                    f"--router-config.{role}_{name} {value} is more than the engines "
+                    f"are built for ({most}): add {flag} {value}"
+                )
+    whole_prompts = not scheduler.enable_chunked_prefill
+    least = config.model_config.max_model_len
+    budget = options.prefill_max_num_batched_tokens
+    if whole_prompts and budget is not None and budget < least:
+        raise OptionError(
+            f"without chunked prefill a step must hold a whole prompt: write "
+            f"--router-config.prefill_max_num_batched_tokens {least} or more"
+        )

@@ -1,0 +1,132 @@
+"""The router's options: what may be written, what it means, what is wrong with it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+PLUGIN_NAME = "calrouter"
+
+#: Key under which the resolved options travel in vLLM's `additional_config`,
+#: the one dictionary that reaches every API server and every engine.
+CONFIG_KEY = "calrouter"
+
+POLICIES = ("vllm", "round_robin", "least_loaded", "power_of_two", "length_threshold")
+
+_Count = Annotated[int, Meta(ge=1)]
+
+
+class OptionError(ValueError):
+    """A launch that cannot work as written.
+
+    The message is one line: what is wrong, and what to write instead.
+    """
+
+
+class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything `--router-config` accepts.
+
+    Fields with `_tokens` or `_seqs` count tokens or sequences; shares are fractions.
+    """
+
+    policy: str = "vllm"
+    prefill: Annotated[int, Meta(ge=0)] = 0
+    warm_up: bool = True
+    journal: str | None = None
+    prefill_max_num_seqs: _Count | None = None
+    prefill_max_num_batched_tokens: _Count | None = None
+    decode_max_num_seqs: _Count | None = None
+    decode_max_num_batched_tokens: _Count | None = None
+    output_tokens: _Count = 256
+    length_threshold_tokens: _Count = 512
+    long_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    seed: int = 0
+
+    def role_limits(self, *, prefill: bool) -> dict[str, int]:
+        """Scheduler limits written for one role, by vLLM's name for each."""
+        role = "prefill" if prefill else "decode"
+        limits = {
+            name: getattr(self, f"{role}_{name}")
+            for name in ("max_num_seqs", "max_num_batched_tokens")
+        }
+        return {name: value for name, value in limits.items() if value is not None}
+
+
+HELP = {
+    "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
+    "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
+    "0: every engine does both.",
+    "warm_up": "Move one KV cache over every prefill-decode pair before the server "
+    "reports healthy.",
+    "journal": "File that gets one JSON line a request: pair, candidates, times.",
+    "prefill_max_num_seqs": "max_num_seqs of the prefill engines.",
+    "prefill_max_num_batched_tokens": "max_num_batched_tokens of the prefill engines.",
+    "decode_max_num_seqs": "max_num_seqs of the decode engines.",
+    "decode_max_num_batched_tokens": "max_num_batched_tokens of the decode engines.",
+    "output_tokens": "Output length assumed for a request without a hint "
+    "(vllm_xargs.output_tokens).",
+    "length_threshold_tokens": "length_threshold: a longer predicted output is long.",
+    "long_share": "length_threshold: share of the decode engines kept for long ones.",
+    "seed": "power_of_two: seed of the draws.",
+}
+
+
+def parse_json(text: str) -> dict[str, Any]:
+    """Read the value of `--router-config`; raises OptionError when it is no object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise OptionError(
+            f"--router-config is not JSON ({error.msg} at character {error.pos}): "
+            'write --router-config \'{"prefill": 2}\' or --router-config.prefill 2'
+        ) from None
+    if not isinstance(value, dict):
+        raise OptionError(
+            f"--router-config must be a JSON object, got {type(value).__name__}: "
+            'write --router-config \'{"prefill": 2}\' or --router-config.prefill 2'
+        )
+    return value
+
+
+def parse(config: Mapping[str, Any]) -> RouterOptions:
+    """Check a configuration; raises OptionError naming the key and what to write."""
+    for key in config:
+        if key not in HELP:
+            raise OptionError(_unknown_key(key))
+    try:
+        options = msgspec.convert(dict(config), RouterOptions)
+    except msgspec.ValidationError as error:
+        raise OptionError(_bad_value(config, error)) from None
+    if options.policy not in POLICIES:
+        raise OptionError(
+            f"unknown routing policy {options.policy!r}: "
+            f"write --router-policy with one of {', '.join(POLICIES)}"
+        )
+    return options
+
+
+def to_config(options: RouterOptions) -> dict[str, Any]:
+    """The plain dictionary that travels to every process; `parse` reads it back."""
+    config: dict[str, Any] = msgspec.to_builtins(options)
+    return config
+
+
+def _unknown_key(key: str) -> str:
+    close = difflib.get_close_matches(key, HELP, n=1)
+    advice = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(HELP)}"
+    return f"unknown key {key!r} in --router-config: {advice}"
+
+
+def _bad_value(config: Mapping[str, Any], error: msgspec.ValidationError) -> str:
+    # msgspec ends its message with the place of the fault, "... - at `$.prefill`".
+    reason, _, place = str(error).partition(" - at `$.")
+    key = place.rstrip("`")
+    return (
+        f"--router-config.{key} {json.dumps(config.get(key))} is wrong "
+        f"({reason[0].lower()}{reason[1:]}): {HELP.get(key, '')}"
+    )

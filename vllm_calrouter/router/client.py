@@ -1,0 +1,114 @@
+"""vLLM's data-parallel client, with the router between its API server and engines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
+
+from vllm_calrouter.engine.scheduler import STATE_UTILITY
+from vllm_calrouter.router.journal import Journal
+from vllm_calrouter.router.metrics import RouterMetrics
+from vllm_calrouter.router.router import Router
+from vllm_calrouter.router.warm_up import warm_up
+from vllm_calrouter.seam import router_options
+
+logger = init_logger("vllm.calrouter")
+
+
+class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
+    """Sends the legs a `Router` asks for and feeds it the engines' answers.
+
+    A leg is steered by its `data_parallel_rank` through vLLM's own
+    `add_request_async`, which also remembers its engine for aborts.
+    """
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        options = router_options(vllm_config)
+        assert options is not None, "this client is chosen by the router only"
+        self.router: Router | None = None
+        super().__init__(vllm_config, *args, **kwargs)
+        self.router = Router(
+            options,
+            len(self.core_engines),
+            index=self.client_index,
+            count=self.client_count,
+            journal=Journal(options.journal) if options.journal else None,
+        )
+        self._started = False
+
+    async def get_supported_tasks_async(self) -> Any:
+        """The first thing an API server asks of its engines, before it serves."""
+        if not self._started:
+            self._started = True
+            await self._start()
+        return await super().get_supported_tasks_async()
+
+    async def _start(self) -> None:
+        router = self._router
+        router.metrics = RouterMetrics()
+        pools = router.pools
+        logger.info(
+            "router: policy %s, %s",
+            router.options.policy,
+            f"{pools.prefill} prefill and {pools.engines - pools.prefill} decode engines"
+            if pools.disaggregated
+            else f"{pools.engines} engines that do both",
+        )
+        if pools.disaggregated and router.options.warm_up:
+            await warm_up(router, self._send)
+
+    @property
+    def _router(self) -> Router:
+        assert self.router is not None
+        return self.router
+
+    async def _send(self, leg: EngineCoreRequest) -> None:
+        await super().add_request_async(leg)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        router = self._router
+        if request.request_id in router:
+            # The next part of a streaming-input session goes where the first went.
+            await self._send(request)
+            return
+        router.placer.report(self.lb_engines)
+        vllm_rank = self._vllm_rank(request) if router.leave_to_vllm(request) else None
+        leg = router.begin(request, vllm_rank=vllm_rank)
+        try:
+            await self._send(leg)
+        except BaseException:
+            router.not_sent(leg)
+            raise
+
+    def _vllm_rank(self, request: EngineCoreRequest) -> int:
+        # vLLM remembers this choice by request id and repeats it when sending.
+        return self.core_engines.index(self.get_core_engine_for_request(request))
+
+    @staticmethod
+    async def process_engine_outputs(
+        self: RouterClient,
+        outputs: EngineCoreOutputs,
+    ) -> None:
+        """vLLM calls this on the class with every message of an engine."""
+        await DPLBAsyncMPClient.process_engine_outputs(self, outputs)
+        if self.router is None:
+            return
+        for leg in self.router.answered(outputs):
+            try:
+                await self._send(leg)
+            except Exception:
+                # Raised here it would end the task that reads all engines.
+                logger.exception("leg %s could not be sent", leg.request_id)
+                if (output := self.router.not_sent(leg)) is not None:
+                    outputs.outputs.append(output)
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        await super().abort_requests_async(self._router.abort(request_ids))
+
+    async def engine_states(self) -> list[dict[str, Any]]:
+        """What every engine holds right now (`engine/scheduler.py`)."""
+        states: list[dict[str, Any]] = await self.call_utility_all_async(STATE_UTILITY)
+        return states

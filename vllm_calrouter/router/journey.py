@@ -1,0 +1,90 @@
+"""One request's way through the engines, as its router sees it."""
+
+from __future__ import annotations
+
+from asyncio import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequest
+
+from vllm_calrouter._core import Phase
+from vllm_calrouter.placement import Choice
+
+
+class Stage(Enum):
+    """Which leg is under way."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    WHOLE = "whole"
+
+
+@dataclass(slots=True, kw_only=True)
+class Journey:
+    """State of one request between its arrival and its end.
+
+    Times are seconds on the router's clock; `booking` is what the leg under way
+    holds in the load table.
+    """
+
+    request: EngineCoreRequest
+    stage: Stage
+    leg_id: str
+    began_s: float
+    prompt_tokens: int
+    predicted_tokens: int
+    choices: list[Choice]
+    booking: int
+    #: Who names the decode rank, and which, where the policy is not asked.
+    given_decode: tuple[str, int] | None = None
+    cause: str | None = None
+    aborted: bool = False
+    prefill_stats: Any = None
+    prefill_s: float | None = None
+    first_token_s: float | None = None
+    output_tokens: int = 0
+    #: Set for a warm-up only: resolves with the finish reason, and its outputs are
+    #: nobody's.
+    done: Future[str] | None = field(default=None, repr=False)
+
+    def rank(self, phase: Phase) -> int | None:
+        """The engine chosen for a phase, if one was."""
+        for choice in self.choices:
+            if choice.phase == phase:
+                return choice.rank
+        return None
+
+    def record(self, now_s: float, finish: str, router: int) -> dict[str, Any]:
+        """The journal line: what was decided, and what came of it."""
+
+        def since(moment_s: float | None) -> float | None:
+            return None if moment_s is None else round(moment_s - self.began_s, 6)
+
+        return {
+            "request_id": self.request.external_req_id or self.request.request_id,
+            "router": router,
+            "arrival_time": self.request.arrival_time,
+            "prompt_tokens": self.prompt_tokens,
+            "predicted_output_tokens": self.predicted_tokens,
+            "output_tokens": self.output_tokens,
+            "one_leg": self.cause,
+            "prefill_rank": self.rank(Phase.PREFILL),
+            "decode_rank": self.rank(Phase.DECODE),
+            "decisions": [
+                {
+                    "phase": choice.phase.name.lower(),
+                    "rank": choice.rank,
+                    "policy": choice.policy,
+                    "reason": choice.reason,
+                    "candidates": choice.scores,
+                    "seconds": choice.seconds,
+                }
+                for choice in self.choices
+            ],
+            "prefill_s": since(self.prefill_s),
+            "ttft_s": since(self.first_token_s),
+            "e2e_s": since(now_s),
+            "finish": finish,
+        }

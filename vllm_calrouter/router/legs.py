@@ -1,0 +1,120 @@
+"""The legs of a request: what each engine is asked to do.
+
+Pure functions on vLLM's request type: no state, no I/O.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+
+KV_PARAMS = "kv_transfer_params"
+
+#: What a prefill leg asks for. Its token is thrown away, so it is the cheapest one:
+#: nothing of the user's sampling (grammar, scores, penalties) may cost anything there.
+_PREFILL_PARAMS = SamplingParams(
+    max_tokens=1,
+    temperature=0.0,
+    ignore_eos=True,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
+    extra_args={KV_PARAMS: {"do_remote_decode": True, "do_remote_prefill": False}},
+)
+
+
+def why_one_leg(request: EngineCoreRequest) -> str | None:
+    """Why one engine must serve the whole request, or None when it can be split.
+
+    The answer is the `cause` label of `vllm:calrouter_one_leg_total`.
+    """
+    if request.pooling_params is not None:
+        return "pooling"
+    if request.data_parallel_rank is not None:
+        return "forced_rank"
+    if request.resumable:
+        return "streaming_input"
+    if request.prompt_embeds is not None:
+        return "prompt_embeds"
+    if request.mm_features:
+        return "multimodal"
+    return _why_params_need_one_leg(request.sampling_params)
+
+
+def _why_params_need_one_leg(params: SamplingParams) -> str | None:
+    if (params.extra_args or {}).get(KV_PARAMS):
+        return "own_kv_transfer"
+    # Scores of prompt tokens exist only where the prompt ran.
+    if params.prompt_logprobs is not None:
+        return "prompt_logprobs"
+    if params.max_tokens == 1:
+        return "single_token"
+    return None
+
+
+def ends_with_prefill(cause: str) -> bool:
+    """Whether a one-leg request is prefill work only (for the choice of its pool)."""
+    return cause in ("pooling", "single_token")
+
+
+def prompt_tokens(request: EngineCoreRequest) -> int:
+    """Length of the prompt in tokens, whatever form it came in."""
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
+
+
+def hinted_output_tokens(request: EngineCoreRequest) -> int | None:
+    """The output length a client gave in `vllm_xargs.output_tokens`, if usable."""
+    params = request.sampling_params
+    hint = (params.extra_args or {}).get("output_tokens") if params else None
+    if isinstance(hint, bool) or not isinstance(hint, int | float) or hint < 1:
+        return None
+    return int(hint)
+
+
+def one_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
+    """The request as it is, sent to one engine."""
+    leg = copy(request)
+    leg.data_parallel_rank = rank
+    return leg
+
+
+def prefill_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
+    """Compute the prompt's KV cache on `rank` and keep it there for a reader."""
+    leg = copy(request)
+    leg.request_id = f"{request.request_id}-prefill"
+    leg.data_parallel_rank = rank
+    leg.sampling_params = _PREFILL_PARAMS
+    return leg
+
+
+def decode_leg(
+    request: EngineCoreRequest, rank: int, kv_params: dict[str, Any] | None
+) -> EngineCoreRequest:
+    """Everything after the prompt, on `rank`, reading the KV cache named there.
+
+    It keeps the request's own id, so its outputs reach the client untouched. Without
+    `kv_params` the engine computes the prompt itself.
+    """
+    leg = one_leg(request, rank)
+    if kv_params is not None:
+        leg.sampling_params = copy(request.sampling_params)
+        extra = dict(request.sampling_params.extra_args or {})
+        leg.sampling_params.extra_args = {**extra, KV_PARAMS: kv_params}
+    return leg
+
+
+def release_leg(
+    request: EngineCoreRequest, rank: int, kv_params: dict[str, Any]
+) -> EngineCoreRequest:
+    """Free a KV cache nobody will read: a decode leg that ends before it begins.
+
+    Without it the blocks stay pinned on the prefill engine until NIXL's lease ends.
+    """
+    leg = decode_leg(request, rank, kv_params)
+    leg.request_id = f"{request.request_id}-release"
+    leg.abort_immediately = True
+    return leg

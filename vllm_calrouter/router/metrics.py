@@ -1,0 +1,87 @@
+"""The router's Prometheus metrics, on the server's own `/metrics`.
+
+The label `engine` is the rank, as in vLLM's metrics.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from vllm_calrouter._core import Phase
+from vllm_calrouter.placement import Choice
+
+_PREFIX = "vllm:calrouter_"
+
+#: Seconds; a choice takes microseconds, a slow one shows in the last buckets.
+_DECISION_BUCKETS_S = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3, 1e-2)
+
+
+class RouterMetrics:
+    """Counters and gauges of one API server.
+
+    Make it after vLLM's own metrics: setting those up unregisters every `vllm:` one.
+    """
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(_PREFIX + name, text, labels, registry=registry)
+
+        self._decisions = counter(
+            "decisions", "Engines chosen.", "phase", "engine", "policy"
+        )
+        self._one_leg = counter(
+            "one_leg", "Requests served by one engine although pools are split.", "cause"
+        )
+        self._aborts = counter(
+            "aborts", "Aborts (client gone, or stop string found).", "stage"
+        )
+        self._releases = counter(
+            "kv_releases", "KV caches freed because nobody will read them."
+        )
+        self._without_kv = counter(
+            "handovers_without_kv", "Decode legs that had to compute the prompt."
+        )
+        self._warm_ups = counter("warm_up_transfers", "KV caches moved by warm-up.")
+        self._warm_up_s = Gauge(
+            _PREFIX + "warm_up_seconds",
+            "Seconds this server's warm-up took.",
+            registry=registry,
+            multiprocess_mode="max",
+        )
+        self._legs = Gauge(
+            _PREFIX + "legs_in_flight",
+            "Legs sent and not yet ended.",
+            ("phase", "engine"),
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._decision_s = Histogram(
+            _PREFIX + "decision_seconds",
+            "Seconds to choose one engine.",
+            registry=registry,
+            buckets=_DECISION_BUCKETS_S,
+        )
+
+    def decided(self, choice: Choice) -> None:
+        phase, engine = choice.phase.name.lower(), str(choice.rank)
+        self._decisions.labels(phase, engine, choice.policy).inc()
+        self._decision_s.observe(choice.seconds)
+
+    def load(self, phase: Phase, rank: int, legs_now: int) -> None:
+        self._legs.labels(phase.name.lower(), str(rank)).set(legs_now)
+
+    def one_leg(self, cause: str) -> None:
+        self._one_leg.labels(cause).inc()
+
+    def aborted(self, stage: str) -> None:
+        self._aborts.labels(stage).inc()
+
+    def kv_released(self) -> None:
+        self._releases.inc()
+
+    def handover_without_kv(self) -> None:
+        self._without_kv.inc()
+
+    def warmed_up(self, transfers: int, seconds: float) -> None:
+        self._warm_ups.inc(transfers)
+        self._warm_up_s.set(seconds)

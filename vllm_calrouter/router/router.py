@@ -1,0 +1,345 @@
+"""The two legs of every request: begin, hand over, end, abort.
+
+No I/O and no event loop: the client (`client.py`) sends what this module returns and
+feeds it what the engines answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    FinishReason,
+)
+
+from vllm_calrouter._core import Phase
+from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.placement import Choice, Placer, Pools
+from vllm_calrouter.router import legs
+from vllm_calrouter.router.journey import Journey, Stage
+from vllm_calrouter.router.metrics import RouterMetrics
+
+if TYPE_CHECKING:
+    from asyncio import Future
+
+    from vllm_calrouter.router.journal import Journal
+
+logger = init_logger("vllm.calrouter")
+
+#: Ways a prefill leg ends that leave a KV cache to read.
+_PREFILLED = (FinishReason.LENGTH, FinishReason.STOP)
+
+
+class Router:
+    """Routes the requests of one API server.
+
+    Args:
+        options: the router's options.
+        engines: number of engines; ranks are 0 to engines - 1.
+        index, count: which of how many API servers this is.
+        metrics, journal: where decisions are told; the journal may be None.
+        clock: seconds; only differences count.
+    """
+
+    def __init__(
+        self,
+        options: RouterOptions,
+        engines: int,
+        *,
+        index: int = 0,
+        count: int = 1,
+        metrics: RouterMetrics | None = None,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.options = options
+        self.pools = Pools(engines, options.prefill)
+        self.placer = Placer(options, self.pools, index=index, count=count)
+        self.index = index
+        self.metrics = metrics
+        self._journal = journal
+        self._clock = clock
+        self._by_request: dict[str, Journey] = {}
+        self._prefilling: dict[str, Journey] = {}
+        self._release_turn = itertools.cycle(self.pools.ranks(Phase.DECODE))
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_request
+
+    @property
+    def requests_under_way(self) -> int:
+        """Requests this router has begun and not yet seen end."""
+        return len(self._by_request)
+
+    def begin(
+        self,
+        request: EngineCoreRequest,
+        *,
+        vllm_rank: int | None = None,
+        pair: tuple[int, int] | None = None,
+        done: Future[str] | None = None,
+    ) -> EngineCoreRequest:
+        """Take a request on and return the first leg, with its rank set.
+
+        Args:
+            request: as the API server made it; not changed.
+            vllm_rank: the engine vLLM itself chose for the whole request, where
+                `leave_to_vllm` says that it should.
+            pair: prefill and decode rank to use instead of the policy's choice.
+            done: resolves when the request ends; its outputs are then kept from the
+                API server (a warm-up).
+        """
+        cause = self._why_one_leg(request)
+        if cause is not None:
+            return self._begin_whole(request, cause, vllm_rank)
+        predicted = self._predict(request)
+        tokens = legs.prompt_tokens(request)
+        choice = self._choose(
+            Phase.PREFILL, tokens, predicted, given=("warm_up", pair[0]) if pair else None
+        )
+        leg = legs.prefill_leg(request, choice.rank)
+        journey = Journey(
+            request=request,
+            stage=Stage.PREFILL,
+            leg_id=leg.request_id,
+            began_s=self._clock(),
+            prompt_tokens=tokens,
+            predicted_tokens=predicted,
+            choices=[choice],
+            booking=self._book(choice, tokens, 1),
+            given_decode=("warm_up", pair[1]) if pair else None,
+            done=done,
+        )
+        self._by_request[request.request_id] = journey
+        self._prefilling[leg.request_id] = journey
+        return leg
+
+    def _why_one_leg(self, request: EngineCoreRequest) -> str | None:
+        if not self.pools.disaggregated:
+            return "unified"
+        return legs.why_one_leg(request)
+
+    def leave_to_vllm(self, request: EngineCoreRequest) -> bool:
+        """Whether the choice of the engine is vLLM's own, not this router's."""
+        if self.pools.disaggregated:
+            return False
+        pooling = request.pooling_params
+        paired = pooling is not None and pooling.late_interaction_params is not None
+        return paired or self.options.policy == "vllm"
+
+    def _begin_whole(
+        self, request: EngineCoreRequest, cause: str, vllm_rank: int | None
+    ) -> EngineCoreRequest:
+        tokens = legs.prompt_tokens(request)
+        predicted = 0 if request.pooling_params else self._predict(request)
+        phase = Phase.PREFILL if legs.ends_with_prefill(cause) else Phase.DECODE
+        given = None
+        if request.data_parallel_rank is not None:
+            given = ("forced", request.data_parallel_rank)
+        elif vllm_rank is not None:
+            given = ("vllm", vllm_rank)
+        choice = self._choose(phase, tokens, predicted, given=given)
+        self._by_request[request.request_id] = Journey(
+            request=request,
+            stage=Stage.WHOLE,
+            leg_id=request.request_id,
+            began_s=self._clock(),
+            prompt_tokens=tokens,
+            predicted_tokens=predicted,
+            choices=[choice],
+            booking=self._book(choice, tokens, predicted),
+            cause=cause,
+        )
+        if self.metrics and self.pools.disaggregated:
+            self.metrics.one_leg(cause)
+        return legs.one_leg(request, choice.rank)
+
+    def _predict(self, request: EngineCoreRequest) -> int:
+        predicted = legs.hinted_output_tokens(request) or self.options.output_tokens
+        most = request.sampling_params.max_tokens
+        return predicted if most is None else min(predicted, most)
+
+    def _choose(
+        self,
+        phase: Phase,
+        prompt: int,
+        output: int,
+        *,
+        given: tuple[str, int] | None = None,
+    ) -> Choice:
+        """Ask the policy, or take the rank that `given` (by whom, rank) names."""
+        if given is None:
+            choice = self.placer.choose(phase, prompt, output)
+        else:
+            choice = Choice(phase, given[1], given[0], "given", (), 0.0)
+        logger.debug("chose %s", choice)
+        if self.metrics:
+            self.metrics.decided(choice)
+        return choice
+
+    def _book(self, choice: Choice, prompt: int, output: int) -> int:
+        table = self.placer.table
+        booking = table.book(choice.rank, choice.phase, prompt, output)
+        self._tell_load(choice)
+        return booking
+
+    def _release(self, journey: Journey) -> None:
+        self.placer.table.release(journey.booking)
+        self._tell_load(journey.choices[-1])
+
+    def _tell_load(self, choice: Choice) -> None:
+        if self.metrics:
+            legs_now = self.placer.table.legs(choice.rank, choice.phase)
+            self.metrics.load(choice.phase, choice.rank, legs_now)
+
+    def answered(self, outputs: EngineCoreOutputs) -> list[EngineCoreRequest]:
+        """Take in one engine's answer and return the legs to send next.
+
+        Removes from `outputs.outputs` what is not the API server's to see.
+        """
+        to_send: list[EngineCoreRequest] = []
+        kept = []
+        for output in outputs.outputs:
+            journey = self._prefilling.get(output.request_id)
+            if journey is None:
+                passed = self._pass_on(output)
+            else:
+                passed = self._hand_over(journey, output, to_send)
+            if passed is not None:
+                kept.append(passed)
+        outputs.outputs = kept
+        for request_id in outputs.finished_requests or ():
+            self._engine_dropped(request_id)
+        return to_send
+
+    def _pass_on(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+        journey = self._by_request.get(output.request_id)
+        if journey is None:
+            return output
+        journey.output_tokens += len(output.new_token_ids)
+        if journey.first_token_s is None:
+            journey.first_token_s = self._clock()
+        if output.prefill_stats is not None and journey.prefill_stats is not None:
+            # What the prompt cost was decided where it ran: usage must not call a
+            # transferred prompt a cached one.
+            output.prefill_stats = journey.prefill_stats
+        if output.finished and not journey.request.resumable:
+            self._end(journey, str(output.finish_reason))
+        return output if journey.done is None else None
+
+    def _hand_over(
+        self,
+        journey: Journey,
+        output: EngineCoreOutput,
+        to_send: list[EngineCoreRequest],
+    ) -> EngineCoreOutput | None:
+        """The prefill leg spoke: send the decode leg, or end the request."""
+        if not output.finished:
+            return None
+        self._release(journey)
+        del self._prefilling[journey.leg_id]
+        journey.prefill_s = self._clock()
+        journey.prefill_stats = output.prefill_stats
+        if journey.aborted:
+            self._free_unread(journey, output, to_send)
+            self._end(journey, "abort", released=True)
+            return None
+        if output.finish_reason not in _PREFILLED:
+            return self._fail(journey, output)
+        to_send.append(self._begin_decode(journey, output))
+        return None
+
+    def _begin_decode(
+        self, journey: Journey, output: EngineCoreOutput
+    ) -> EngineCoreRequest:
+        if not output.kv_transfer_params:
+            logger.warning(
+                "prefill engine %d kept no KV cache of %s: its decode engine computes "
+                "the prompt again",
+                journey.choices[0].rank,
+                journey.request.request_id,
+            )
+            if self.metrics:
+                self.metrics.handover_without_kv()
+        tokens, predicted = journey.prompt_tokens, journey.predicted_tokens
+        choice = self._choose(
+            Phase.DECODE, tokens, predicted, given=journey.given_decode
+        )
+        journey.choices.append(choice)
+        journey.stage = Stage.DECODE
+        journey.leg_id = journey.request.request_id
+        journey.booking = self._book(choice, tokens, predicted)
+        return legs.decode_leg(journey.request, choice.rank, output.kv_transfer_params)
+
+    def _free_unread(
+        self,
+        journey: Journey,
+        output: EngineCoreOutput,
+        to_send: list[EngineCoreRequest],
+    ) -> None:
+        if not output.kv_transfer_params:
+            return
+        rank = next(self._release_turn)
+        to_send.append(
+            legs.release_leg(journey.request, rank, output.kv_transfer_params)
+        )
+        if self.metrics:
+            self.metrics.kv_released()
+
+    def _fail(
+        self, journey: Journey, output: EngineCoreOutput
+    ) -> EngineCoreOutput | None:
+        """Tell the client that its prefill leg ended badly, in the engine's words."""
+        self._end(journey, str(output.finish_reason), released=True)
+        output.request_id = journey.request.request_id
+        output.new_token_ids = []
+        return output if journey.done is None else None
+
+    def _engine_dropped(self, leg_id: str) -> None:
+        """An engine is done with a leg; most were seen to finish already."""
+        journey = self._prefilling.pop(leg_id, None) or self._by_request.get(leg_id)
+        if journey is not None and journey.leg_id == leg_id:
+            self._end(journey, "abort")
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Mark requests as no longer wanted; returns the ids to abort in engines."""
+        return [self._abort(request_id) for request_id in request_ids]
+
+    def _abort(self, request_id: str) -> str:
+        journey = self._by_request.get(request_id)
+        if journey is None:
+            return request_id
+        journey.aborted = True
+        if self.metrics:
+            self.metrics.aborted(journey.stage.value)
+        return journey.leg_id
+
+    def not_sent(self, leg: EngineCoreRequest) -> EngineCoreOutput | None:
+        """A leg could not be sent: end its request, and return what to tell of it."""
+        journey = self._by_request.get(leg.request_id) or self._prefilling.pop(
+            leg.request_id, None
+        )
+        if journey is None:
+            return None
+        self._end(journey, "error")
+        return EngineCoreOutput(
+            journey.request.request_id, [], finish_reason=FinishReason.ERROR
+        )
+
+    def _end(self, journey: Journey, finish: str, *, released: bool = False) -> None:
+        if not released:
+            self._release(journey)
+        del self._by_request[journey.request.request_id]
+        if journey.done is not None:
+            if not journey.done.done():
+                journey.done.set_result(finish)
+            return
+        if self._journal is not None:
+            self._journal.write(journey.record(self._clock(), finish, self.index))
