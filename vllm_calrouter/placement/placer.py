@@ -79,7 +79,8 @@ class Placer:
                 ranks.stop,
                 start=len(ranks) * index // count,
                 routers=count,
-                seed=options.seed + index,
+                # Neither routers nor phases may draw alike, or pairs always coincide.
+                seed=options.seed + 2 * index + phase.value,
                 threshold_tokens=options.length_threshold_tokens,
                 long_share=options.long_share,
             )
