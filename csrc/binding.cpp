@@ -1,4 +1,5 @@
 // The Python face of the core: `vllm_calrouter._core`.
+#include <pybind11/native_enum.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -33,21 +34,21 @@ void bind_table(py::module_& m) {
            py::arg("running"), py::arg("kv_usage"))
       .def(
           "legs",
-          [](const Table& t, std::size_t rank, Phase phase) {
+          [](const Table& t, std::int64_t rank, Phase phase) {
             return t.row(rank).legs[static_cast<std::size_t>(phase)];
           },
           py::arg("rank"), py::arg("phase"))
       .def(
           "in_flight",
-          [](const Table& t, std::size_t rank) { return t.row(rank).in_flight(); },
+          [](const Table& t, std::int64_t rank) { return t.row(rank).in_flight(); },
           py::arg("rank"))
       .def(
           "prompt_tokens",
-          [](const Table& t, std::size_t rank) { return t.row(rank).prompt_tokens; },
+          [](const Table& t, std::int64_t rank) { return t.row(rank).prompt_tokens; },
           py::arg("rank"))
       .def(
           "output_tokens",
-          [](const Table& t, std::size_t rank) { return t.row(rank).output_tokens; },
+          [](const Table& t, std::int64_t rank) { return t.row(rank).output_tokens; },
           py::arg("rank"))
       .def("open_bookings", &Table::open_bookings)
       .def("is_idle", &Table::is_idle);
@@ -69,7 +70,7 @@ void bind_policy(py::module_& m) {
   m.def(
       "make_policy",
       [](const std::string& name, std::size_t begin, std::size_t end, std::size_t start,
-         std::int64_t routers, std::uint64_t seed, std::int64_t threshold_tokens,
+         std::int64_t routers, std::int64_t seed, std::int64_t threshold_tokens,
          double long_share) {
         return make_policy(
             name, begin, end,
@@ -84,9 +85,10 @@ void bind_policy(py::module_& m) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "Load table and placement policies (C++).";
-  py::enum_<Phase>(m, "Phase")
+  py::native_enum<Phase>(m, "Phase", "enum.IntEnum")
       .value("PREFILL", Phase::Prefill)
-      .value("DECODE", Phase::Decode);
+      .value("DECODE", Phase::Decode)
+      .finalize();
   bind_table(m);
   bind_policy(m);
   m.attr("POLICIES") = policy_names();

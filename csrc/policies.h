@@ -17,7 +17,7 @@ namespace calrouter {
 struct PolicyOptions {
   std::size_t start = 0;     // offset in the pool at which turns begin
   std::int64_t routers = 1;  // routers that share the engines
-  std::uint64_t seed = 0;
+  std::int64_t seed = 0;
   std::int64_t threshold_tokens = 512;
   double long_share = 0.5;
 };
@@ -29,7 +29,7 @@ class RoundRobin final : public Policy {
   RoundRobin(std::size_t begin, std::size_t end, const PolicyOptions& options)
       : Policy(begin, end), turn_(options.start) {}
   const char* name() const override { return "round_robin"; }
-  const char* reason() const override { return "its turn"; }
+  std::string reason() const override { return "its turn"; }
 
  protected:
   std::size_t choose(Table&, const Demand&) override {
@@ -50,13 +50,17 @@ class LeastLoaded final : public Policy {
   LeastLoaded(std::size_t begin, std::size_t end, const PolicyOptions& options)
       : Policy(begin, end), turn_(options.start) {}
   const char* name() const override { return "least_loaded"; }
-  const char* reason() const override { return "fewest legs in flight"; }
+  std::string reason() const override { return "fewest legs in flight"; }
 
  protected:
   std::size_t choose(Table& table, const Demand&) override {
-    return least(begin(), size(), turn_++, [&](std::size_t rank) {
-      return static_cast<double>(table.row(rank).in_flight());
+    const std::size_t rank = least(begin(), size(), turn_, [&](std::size_t r) {
+      return static_cast<double>(table.row(r).in_flight());
     });
+    // After the chosen one. A start that moves by one a pick would favour the engine
+    // that follows a loaded one: two idle engines of three would share 2 to 1.
+    turn_ = rank - begin() + 1;
+    return rank;
   }
 
  private:
@@ -69,9 +73,9 @@ class LeastLoaded final : public Policy {
 class PowerOfTwo final : public Policy {
  public:
   PowerOfTwo(std::size_t begin, std::size_t end, const PolicyOptions& options)
-      : Policy(begin, end), random_(options.seed) {}
+      : Policy(begin, end), random_(static_cast<std::uint64_t>(options.seed)) {}
   const char* name() const override { return "power_of_two"; }
-  const char* reason() const override { return "fewer legs of two drawn"; }
+  std::string reason() const override { return "fewer legs of two drawn"; }
 
  protected:
   std::size_t choose(Table& table, const Demand&) override {
@@ -109,35 +113,42 @@ class LengthThreshold final : public Policy {
     turns_[0] = turns_[1] = options.start;
   }
   const char* name() const override { return "length_threshold"; }
-  const char* reason() const override {
-    return last_long_ ? "fewest legs of the long set" : "fewest legs of the short set";
+  std::string reason() const override {
+    const bool is_long = last_predicted_ > threshold_tokens_;
+    return std::string(is_long ? "long" : "short") + ": predicted " +
+           std::to_string(last_predicted_) + (is_long ? " > " : " <= ") +
+           std::to_string(threshold_tokens_) + " tokens";
   }
 
  protected:
   std::size_t choose(Table& table, const Demand& demand) override {
-    last_long_ = demand.output_tokens > threshold_tokens_;
+    last_predicted_ = demand.output_tokens;
     const std::size_t short_engines = size() - long_engines_;
     // A pool of one engine has no short set.
-    const bool to_long = last_long_ || short_engines == 0;
+    const bool to_long = last_predicted_ > threshold_tokens_ || short_engines == 0;
     const std::size_t first = to_long ? begin() + short_engines : begin();
     const std::size_t count = to_long ? long_engines_ : short_engines;
-    return least(first, count, turns_[to_long]++, [&](std::size_t rank) {
-      return static_cast<double>(table.row(rank).in_flight());
+    const std::size_t rank = least(first, count, turns_[to_long], [&](std::size_t r) {
+      return static_cast<double>(table.row(r).in_flight());
     });
+    turns_[to_long] = rank - first + 1;
+    return rank;
   }
 
  private:
   std::size_t long_engines(double share) const {
     if (!(share > 0.0 && share <= 1.0))
       throw std::invalid_argument("long_share must be above 0 and at most 1");
-    const auto wanted = static_cast<std::size_t>(std::ceil(share * double(size())));
+    // 0.07 of 100 engines is a little more than 7 in binary, and means 7.
+    const double exact = share * static_cast<double>(size());
+    const auto wanted = static_cast<std::size_t>(std::ceil(exact - 1e-9));
     return std::max<std::size_t>(1, std::min(wanted, size() - 1));
   }
 
   std::int64_t threshold_tokens_;
   std::size_t long_engines_;
   std::size_t turns_[2];
-  bool last_long_ = false;
+  std::int64_t last_predicted_ = 0;
 };
 
 /// The rule of vLLM's own data-parallel client (0.32 and 0.33), within a pool:
@@ -151,7 +162,7 @@ class VllmOwn final : public Policy {
     if (routers_ < 1) throw std::invalid_argument("routers must be at least 1");
   }
   const char* name() const override { return "vllm"; }
-  const char* reason() const override { return "least by vLLM's own rule"; }
+  std::string reason() const override { return "least by vLLM's own rule"; }
 
  protected:
   std::size_t choose(Table& table, const Demand&) override {
@@ -167,8 +178,9 @@ class VllmOwn final : public Policy {
     const std::int64_t reported = row.reported_waiting + row.reported_running;
     const double requests =
         static_cast<double>(std::max(routers_ * row.in_flight(), reported));
-    const double pressure = 6.0 * std::max(0.0, row.reported_kv_usage - 0.5);
-    return requests + static_cast<double>(row.reported_waiting) * pressure;
+    // Multiplied in vLLM's order, or the last bit breaks a tie the other way.
+    const double waiting = static_cast<double>(row.reported_waiting);
+    return requests + waiting * 6.0 * std::max(0.0, row.reported_kv_usage - 0.5);
   }
 
   std::size_t turn_;

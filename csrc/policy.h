@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -36,7 +37,7 @@ class Policy {
   virtual const char* name() const = 0;
 
   /// Why the last pick fell as it did, in a few words.
-  virtual const char* reason() const = 0;
+  virtual std::string reason() const = 0;
 
   /// Picks a rank of the pool. The table is changed only by policies that count what
   /// they expect an engine to report next. Does not allocate.

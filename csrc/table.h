@@ -36,20 +36,22 @@ class Table {
 
   std::size_t engines() const { return rows_.size(); }
 
-  const EngineLoad& row(std::size_t rank) const { return rows_[checked(rank)]; }
+  const EngineLoad& row(std::int64_t rank) const { return rows_[checked(rank)]; }
 
-  /// Books one leg and returns its number; numbers start at 1 and only grow.
-  std::uint64_t book(std::size_t rank, Phase phase, std::int64_t prompt_tokens,
-                     std::int64_t output_tokens) {
+  /// Books one leg and returns its number; numbers start at 1 and only grow. 32 bits of
+  /// tokens a leg keep the 64-bit sums from ever overflowing.
+  std::int64_t book(std::int64_t rank, Phase phase, std::uint32_t prompt_tokens,
+                    std::uint32_t output_tokens) {
     const Booking booking{checked(rank), phase, prompt_tokens, output_tokens};
+    // May throw, so it comes before anything is counted.
+    open_.emplace(last_booking_ + 1, booking);
     add(booking, +1);
-    open_.emplace(++last_booking_, booking);
-    return last_booking_;
+    return ++last_booking_;
   }
 
   /// Ends a booking. False when the number is unknown or was released before, so that
   /// two ways of noticing an end can never count it twice.
-  bool release(std::uint64_t number) {
+  bool release(std::int64_t number) {
     const auto found = open_.find(number);
     if (found == open_.end()) return false;
     add(found->second, -1);
@@ -57,7 +59,7 @@ class Table {
     return true;
   }
 
-  void report(std::size_t rank, std::int64_t waiting, std::int64_t running,
+  void report(std::int64_t rank, std::int64_t waiting, std::int64_t running,
               double kv_usage) {
     EngineLoad& row = rows_[checked(rank)];
     row.reported_waiting = waiting;
@@ -66,7 +68,7 @@ class Table {
   }
 
   /// Counts work sent since the last report, which the next report will include.
-  void expect_waiting(std::size_t rank, std::int64_t requests) {
+  void expect_waiting(std::int64_t rank, std::int64_t requests) {
     rows_[checked(rank)].reported_waiting += requests;
   }
 
@@ -76,7 +78,8 @@ class Table {
   bool is_idle() const {
     if (!open_.empty()) return false;
     for (const EngineLoad& row : rows_) {
-      if (row.in_flight() != 0 || row.prompt_tokens != 0 || row.output_tokens != 0)
+      if (row.legs[0] != 0 || row.legs[1] != 0 || row.prompt_tokens != 0 ||
+          row.output_tokens != 0)
         return false;
     }
     return true;
@@ -90,11 +93,12 @@ class Table {
     std::int64_t output_tokens;
   };
 
-  std::size_t checked(std::size_t rank) const {
-    if (rank >= rows_.size())
+  /// Signed, so that Python's -1 is out of range and not a wrong type.
+  std::size_t checked(std::int64_t rank) const {
+    if (rank < 0 || static_cast<std::size_t>(rank) >= rows_.size())
       throw std::out_of_range("rank " + std::to_string(rank) + " of " +
                               std::to_string(rows_.size()) + " engines");
-    return rank;
+    return static_cast<std::size_t>(rank);
   }
 
   void add(const Booking& booking, std::int64_t sign) {
@@ -105,8 +109,8 @@ class Table {
   }
 
   std::vector<EngineLoad> rows_;
-  std::unordered_map<std::uint64_t, Booking> open_;
-  std::uint64_t last_booking_ = 0;
+  std::unordered_map<std::int64_t, Booking> open_;
+  std::int64_t last_booking_ = 0;
 };
 
 }  // namespace calrouter

@@ -136,6 +136,11 @@ class Cluster:
             return [parent, *parent.children(recursive=True)]
         return []
 
+    def engine(self, rank: int) -> psutil.Process:
+        """The process of one engine."""
+        title = f"EngineCore_DP{rank}"
+        return next(p for p in self.processes() if title in " ".join(p.cmdline()))
+
     def stop(self) -> None:
         """End the server and everything it started, by process id."""
         processes = self.processes()
@@ -196,7 +201,10 @@ def free_port_range(count: int) -> int:
     """The first of `count` neighbouring free ports (NIXL uses one a rank)."""
     for _ in range(100):
         first = free_port()
-        with contextlib.ExitStack() as held, contextlib.suppress(OSError, OverflowError):
+        with (
+            contextlib.ExitStack() as held,
+            contextlib.suppress(OSError, OverflowError),
+        ):
             for port in range(first, first + count):
                 held.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first

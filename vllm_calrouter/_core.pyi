@@ -1,6 +1,6 @@
 import enum
 
-class Phase(enum.Enum):
+class Phase(enum.IntEnum):
     PREFILL = 0
     DECODE = 1
 

@@ -83,12 +83,12 @@ def parse_json(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise OptionError(
             f"--router-config is not JSON ({error.msg} at character {error.pos}): "
-            'write --router-config \'{"prefill": 2}\' or --router-config.prefill 2'
+            "write --router-config '{\"prefill\": 2}' or --router-config.prefill 2"
         ) from None
     if not isinstance(value, dict):
         raise OptionError(
             f"--router-config must be a JSON object, got {type(value).__name__}: "
-            'write --router-config \'{"prefill": 2}\' or --router-config.prefill 2'
+            "write --router-config '{\"prefill\": 2}' or --router-config.prefill 2"
         )
     return value
 

@@ -89,7 +89,7 @@ def extend_engine_args() -> None:
 
 
 def missing_needs() -> list[str]:
-    """Names in `NEEDS` that the installed vLLM does not have; empty when all is well."""
+    """Names in `NEEDS` that the installed vLLM lacks; empty when all is well."""
     missing = []
     for module_name, class_name, attributes in NEEDS:
         where = f"{module_name}.{class_name}".rstrip(".")
@@ -191,7 +191,7 @@ def _check_after_parsing(parser: FlexibleArgumentParser) -> None:
             parser.error(str(error))
         return namespace, rest
 
-    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+    parser.parse_known_args = parse_known_args
 
 
 def _carry_options(args: Namespace, options: RouterOptions | None) -> None:

@@ -41,6 +41,9 @@ void refuses_what_is_not_there() {
   Table table(2);
   expect_throws<std::invalid_argument>([] { Table(0); }, "no engines");
   expect_throws<std::out_of_range>([&] { table.row(2); }, "rank past the end");
+  expect_throws<std::out_of_range>([&] { table.row(-1); }, "negative rank");
+  expect_throws<std::out_of_range>([&] { table.book(2, Phase::Decode, 1, 1); }, "book");
+  expect(table.is_idle(), "a refused booking counts nothing");
   expect_throws<std::invalid_argument>([] { RoundRobin(1, 1, {}); }, "empty pool");
   expect_throws<std::invalid_argument>([] { make_policy("x", 0, 1, {}); }, "name");
   auto wide = make_policy("least_loaded", 0, 3, {});
@@ -61,6 +64,25 @@ void least_loaded_takes_the_fewest() {
   table.book(0, Phase::Prefill, 1, 1);
   table.book(2, Phase::Decode, 1, 1);
   for (int i = 0; i < 5; ++i) expect(policy->pick(table, {}) == 1, "the empty engine");
+}
+
+void least_loaded_shares_ties_evenly() {
+  Table table(3);
+  auto policy = make_policy("least_loaded", 0, 3, {});
+  table.book(2, Phase::Decode, 1, 1);
+  int counts[3] = {};
+  for (int i = 0; i < 300; ++i) ++counts[policy->pick(table, {})];
+  expect(counts[0] == 150 && counts[1] == 150, "idle engines share evenly");
+}
+
+void length_threshold_rounds_the_share() {
+  Table table(100);
+  PolicyOptions options;
+  options.long_share = 0.07;
+  auto policy = make_policy("length_threshold", 0, 100, options);
+  policy->pick(table, {1, 513});
+  expect(policy->scores().size() == 7, "7 % of 100 engines are 7");
+  expect(policy->reason() == "long: predicted 513 > 512 tokens", "says why");
 }
 
 void length_threshold_keeps_sets_apart() {
@@ -99,7 +121,9 @@ int main() {
   refuses_what_is_not_there();
   round_robin_is_even();
   least_loaded_takes_the_fewest();
+  least_loaded_shares_ties_evenly();
   length_threshold_keeps_sets_apart();
+  length_threshold_rounds_the_share();
   vllm_rule_counts_what_it_sent();
   power_of_two_avoids_the_worst();
   if (failures == 0) std::printf("core: all checks passed\n");

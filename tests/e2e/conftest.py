@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from examples.cpu_cluster import Cluster
 from examples.tiny_model import make_tiny_lora, make_tiny_model
-
 from tests.e2e.talk import Server
 
 

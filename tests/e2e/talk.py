@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
 from examples.cpu_cluster import Cluster
 
 _TIMEOUT_S = 180.0

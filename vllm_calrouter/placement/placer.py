@@ -18,6 +18,13 @@ class Pools:
     engines: int
     prefill: int
 
+    def __str__(self) -> str:
+        if not self.disaggregated:
+            return f"{self.engines} engines that do both"
+        return (
+            f"{self.prefill} prefill and {self.engines - self.prefill} decode engines"
+        )
+
     @property
     def disaggregated(self) -> bool:
         return self.prefill > 0

@@ -50,13 +50,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         router = self._router
         router.metrics = RouterMetrics()
         pools = router.pools
-        logger.info(
-            "router: policy %s, %s",
-            router.options.policy,
-            f"{pools.prefill} prefill and {pools.engines - pools.prefill} decode engines"
-            if pools.disaggregated
-            else f"{pools.engines} engines that do both",
-        )
+        logger.info("router: policy %s, %s", router.options.policy, pools)
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send)
 
@@ -85,7 +79,9 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
 
     def _vllm_rank(self, request: EngineCoreRequest) -> int:
         # vLLM remembers this choice by request id and repeats it when sending.
-        return self.core_engines.index(self.get_core_engine_for_request(request))
+        engine = self.get_core_engine_for_request(request)
+        rank: int = self.core_engines.index(engine)
+        return rank
 
     @staticmethod
     async def process_engine_outputs(

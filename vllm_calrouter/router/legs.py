@@ -13,6 +13,9 @@ from vllm.v1.engine import EngineCoreRequest
 
 KV_PARAMS = "kv_transfer_params"
 
+#: No model writes more; a larger hint is a mistake.
+_MOST_HINTED_TOKENS = 10_000_000
+
 #: What a prefill leg asks for. Its token is thrown away, so it is the cheapest one:
 #: nothing of the user's sampling (grammar, scores, penalties) may cost anything there.
 _PREFILL_PARAMS = SamplingParams(
@@ -70,9 +73,9 @@ def hinted_output_tokens(request: EngineCoreRequest) -> int | None:
     """The output length a client gave in `vllm_xargs.output_tokens`, if usable."""
     params = request.sampling_params
     hint = (params.extra_args or {}).get("output_tokens") if params else None
-    if isinstance(hint, bool) or not isinstance(hint, int | float) or hint < 1:
+    if isinstance(hint, bool) or not isinstance(hint, int | float):
         return None
-    return int(hint)
+    return int(hint) if 1 <= hint <= _MOST_HINTED_TOKENS else None
 
 
 def one_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:

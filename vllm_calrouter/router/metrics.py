@@ -30,7 +30,7 @@ class RouterMetrics:
             "decisions", "Engines chosen.", "phase", "engine", "policy"
         )
         self._one_leg = counter(
-            "one_leg", "Requests served by one engine although pools are split.", "cause"
+            "one_leg", "Requests served whole by one engine of split pools.", "cause"
         )
         self._aborts = counter(
             "aborts", "Aborts (client gone, or stop string found).", "stage"

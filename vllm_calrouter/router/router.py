@@ -102,7 +102,10 @@ class Router:
         predicted = self._predict(request)
         tokens = legs.prompt_tokens(request)
         choice = self._choose(
-            Phase.PREFILL, tokens, predicted, given=("warm_up", pair[0]) if pair else None
+            Phase.PREFILL,
+            tokens,
+            predicted,
+            given=("warm_up", pair[0]) if pair else None,
         )
         leg = legs.prefill_leg(request, choice.rank)
         journey = Journey(
@@ -304,7 +307,7 @@ class Router:
 
     def _engine_dropped(self, leg_id: str) -> None:
         """An engine is done with a leg; most were seen to finish already."""
-        journey = self._prefilling.pop(leg_id, None) or self._by_request.get(leg_id)
+        journey = self._prefilling.get(leg_id) or self._by_request.get(leg_id)
         if journey is not None and journey.leg_id == leg_id:
             self._end(journey, "abort")
 
@@ -323,9 +326,8 @@ class Router:
 
     def not_sent(self, leg: EngineCoreRequest) -> EngineCoreOutput | None:
         """A leg could not be sent: end its request, and return what to tell of it."""
-        journey = self._by_request.get(leg.request_id) or self._prefilling.pop(
-            leg.request_id, None
-        )
+        leg_id = leg.request_id
+        journey = self._prefilling.get(leg_id) or self._by_request.get(leg_id)
         if journey is None:
             return None
         self._end(journey, "error")
@@ -337,6 +339,7 @@ class Router:
         if not released:
             self._release(journey)
         del self._by_request[journey.request.request_id]
+        self._prefilling.pop(journey.leg_id, None)
         if journey.done is not None:
             if not journey.done.done():
                 journey.done.set_result(finish)

@@ -1,0 +1,239 @@
+"""The router's books and legs, without engines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from tests.router.requests import KV, answer, prefilled, request, token
+from vllm_calrouter._core import Phase
+from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.router.metrics import RouterMetrics
+from vllm_calrouter.router.router import Router
+
+
+class Lines(list[dict[str, Any]]):
+    write = list.append
+
+
+def split_router(**options: Any) -> Router:
+    options = {"policy": "round_robin", "prefill": 2, **options}
+    return Router(RouterOptions(**options), 6, journal=Lines())  # type: ignore[arg-type]
+
+
+def idle(router: Router) -> bool:
+    return router.placer.table.is_idle() and router.requests_under_way == 0
+
+
+def test_a_request_takes_both_legs_and_leaves_nothing() -> None:
+    router = split_router()
+    first = router.begin(request())
+    assert first.data_parallel_rank == 0
+    assert router.placer.table.legs(0, Phase.PREFILL) == 1
+
+    outputs = answer(prefilled("r"))
+    (second,) = router.answered(outputs)
+    assert outputs.outputs == []
+    assert second.data_parallel_rank == 2
+    assert second.sampling_params.extra_args["kv_transfer_params"] == KV
+    assert router.placer.table.legs(0, Phase.PREFILL) == 0
+    assert router.placer.table.legs(2, Phase.DECODE) == 1
+
+    outputs = answer(token("r"))
+    assert router.answered(outputs) == []
+    assert len(outputs.outputs) == 1
+    router.answered(answer(token("r", FinishReason.STOP)))
+    assert idle(router)
+    (line,) = router._journal  # type: ignore[union-attr,attr-defined]
+    assert (line["prefill_rank"], line["decode_rank"]) == (0, 2)
+    assert (line["output_tokens"], line["finish"]) == (2, "stop")
+
+
+def test_a_client_that_leaves_during_prefill_frees_the_cache_at_once() -> None:
+    router = split_router()
+    router.begin(request())
+    assert router.abort(["r"]) == ["r-prefill"]
+    # The engine had finished before the abort reached it.
+    (release,) = router.answered(answer(prefilled("r")))
+    assert release.abort_immediately
+    assert release.data_parallel_rank in range(2, 6)
+    assert idle(router)
+    assert router.answered(answer(dropped=("r-release",))) == []
+
+
+def test_an_abort_that_reaches_the_prefill_engine_in_time_needs_no_release() -> None:
+    router = split_router()
+    router.begin(request())
+    router.abort(["r"])
+    assert router.answered(answer(dropped=("r-prefill",))) == []
+    assert idle(router)
+
+
+def test_an_abort_during_decode_goes_to_the_decode_leg() -> None:
+    router = split_router()
+    router.begin(request())
+    router.answered(answer(prefilled("r")))
+    assert router.abort(["r"]) == ["r"]
+    router.answered(answer(dropped=("r",)))
+    assert idle(router)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
+def test_a_prefill_leg_that_ends_badly_ends_the_request(reason: FinishReason) -> None:
+    router = split_router()
+    router.begin(request())
+    outputs = answer(EngineCoreOutput("r-prefill", [7], finish_reason=reason))
+    assert router.answered(outputs) == []
+    (told,) = outputs.outputs
+    assert (told.request_id, told.new_token_ids) == ("r", [])
+    assert told.finish_reason == reason
+    assert idle(router)
+
+
+def test_a_cache_that_was_not_kept_is_computed_again_and_counted() -> None:
+    registry = CollectorRegistry()
+    router = split_router()
+    router.metrics = RouterMetrics(registry)
+    router.begin(request())
+    (leg,) = router.answered(answer(prefilled("r", kv=None)))
+    assert "kv_transfer_params" not in (leg.sampling_params.extra_args or {})
+    name = "vllm:calrouter_handovers_without_kv_total"
+    assert registry.get_sample_value(name) == 1
+
+
+def test_a_leg_that_cannot_be_sent_becomes_the_client_s_error() -> None:
+    router = split_router()
+    router.begin(request())
+    (leg,) = router.answered(answer(prefilled("r")))
+    told = router.not_sent(leg)
+    assert told is not None
+    assert (told.request_id, told.finish_reason) == ("r", FinishReason.ERROR)
+    assert idle(router)
+    first = router.begin(request("s"))
+    assert router.not_sent(first) is not None
+    assert idle(router)
+
+
+def test_a_chosen_rank_is_used_and_counted_by_cause() -> None:
+    registry = CollectorRegistry()
+    router = split_router()
+    router.metrics = RouterMetrics(registry)
+    leg = router.begin(request(data_parallel_rank=5))
+    assert (leg.request_id, leg.data_parallel_rank) == ("r", 5)
+    cause = {"cause": "forced_rank"}
+    assert registry.get_sample_value("vllm:calrouter_one_leg_total", cause) == 1
+
+
+def test_prefill_only_work_goes_to_prefill_engines() -> None:
+    router = split_router()
+    ranks = {
+        router.begin(request(str(i), params={"max_tokens": 1})).data_parallel_rank
+        for i in range(6)
+    }
+    assert ranks == {0, 1}
+
+
+def test_an_open_session_ends_with_its_engine_not_with_a_chunk() -> None:
+    router = split_router()
+    router.begin(request(resumable=True))
+    router.answered(answer(dropped=()))
+    outputs = answer(token("r", FinishReason.LENGTH))
+    outputs.finished_requests = set()
+    router.answered(outputs)
+    assert "r" in router
+    router.answered(answer(dropped=("r",)))
+    assert idle(router)
+
+
+def test_what_the_prompt_cost_is_told_from_where_it_ran() -> None:
+    router = split_router()
+    router.begin(request())
+    first = prefilled("r")
+    first.prefill_stats = "where it ran"
+    router.answered(answer(first))
+    later = token("r")
+    later.prefill_stats = "where it was read"
+    outputs = answer(later)
+    router.answered(outputs)
+    assert outputs.outputs[0].prefill_stats == "where it ran"
+
+
+async def test_a_warm_up_s_outputs_are_nobody_s() -> None:
+    router = split_router()
+    done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    leg = router.begin(request(), pair=(1, 4), done=done)
+    assert leg.data_parallel_rank == 1
+    (leg,) = router.answered(answer(prefilled("r")))
+    assert leg.data_parallel_rank == 4
+    outputs = answer(token("r", FinishReason.LENGTH))
+    router.answered(outputs)
+    assert outputs.outputs == []
+    assert done.result() == "length"
+    assert router._journal == []
+
+
+def test_routers_start_at_different_engines() -> None:
+    options = RouterOptions(policy="round_robin")
+    firsts = [
+        Router(options, 6, index=i, count=3).begin(request()).data_parallel_rank
+        for i in range(3)
+    ]
+    assert firsts == [0, 2, 4]
+
+
+events = st.lists(
+    st.tuples(
+        st.integers(0, 7),
+        st.sampled_from(
+            ["begin", "prefilled", "failed", "token", "end", "abort", "drop", "unsent"]
+        ),
+    ),
+    max_size=120,
+)
+
+
+@settings(max_examples=400)
+@given(events, st.sampled_from([0, 2]))
+def test_load_is_zero_after_any_interleaving(
+    happenings: list[tuple[int, str]], prefill: int
+) -> None:
+    """Whatever order begins, answers, aborts and losses come in, twice or never."""
+    router = split_router(prefill=prefill)
+    begun = 0
+    for number, event in happenings:
+        begun += event == "begin" and str(number) not in router
+        happen(router, str(number), event)
+    for number in range(8):
+        happen(router, str(number), "drop")
+    assert idle(router)
+    lines: Any = router._journal
+    assert len(lines) == begun
+
+
+def happen(router: Router, name: str, event: str) -> None:
+    if event == "begin":
+        if name not in router:
+            router.begin(request(name))
+    elif event == "prefilled":
+        router.answered(answer(prefilled(name)))
+    elif event == "failed":
+        output = EngineCoreOutput(
+            f"{name}-prefill", [], finish_reason=FinishReason.ERROR
+        )
+        router.answered(answer(output))
+    elif event == "token":
+        router.answered(answer(token(name)))
+    elif event == "end":
+        router.answered(answer(token(name, FinishReason.LENGTH)))
+    elif event == "abort":
+        router.abort([name])
+    elif event == "unsent":
+        router.not_sent(request(name))
+    else:
+        router.answered(answer(dropped=(name, f"{name}-prefill")))

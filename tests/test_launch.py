@@ -1,0 +1,129 @@
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_calrouter.launch import check_config, resolve
+from vllm_calrouter.options import OptionError, RouterOptions
+
+
+def launch(**changes: Any) -> Namespace:
+    settings: dict[str, Any] = {
+        "router_plugin": "calrouter",
+        "router_policy": None,
+        "router_config": None,
+        "data_parallel_size": 4,
+        **changes,
+    }
+    return Namespace(**settings)
+
+
+def test_without_the_plugin_nothing_is_resolved() -> None:
+    assert resolve(launch(router_plugin=None), {}) is None
+
+
+def test_policy_s_short_form_is_the_long_one() -> None:
+    short = resolve(launch(router_policy="round_robin"), {})
+    long = resolve(launch(router_config={"policy": "round_robin"}), {})
+    assert short == long == RouterOptions(policy="round_robin")
+
+
+WRONG_LAUNCHES = [
+    ({"router_plugin": "kalrouter"}, "--router-plugin calrouter"),
+    ({"router_plugin": None, "router_policy": "vllm"}, "--router-plugin calrouter"),
+    ({"router_plugin": None, "router_config": {"prefill": 1}}, "no effect"),
+    ({"router_policy": "vllm", "router_config": {"policy": "x"}}, "contradict"),
+    ({"router_config": {"prefill": 4}}, "--router-config.prefill 3"),
+    ({"router_config": {"prefill": 9}}, "--data-parallel-size 10"),
+    ({"data_parallel_size": 1}, "--data-parallel-size"),
+    ({"router_config": {"seed": 3}}, "--router-policy power_of_two"),
+    ({"router_config": {"long_share": 0.2}}, "--router-policy length_threshold"),
+    ({"router_config": {"decode_max_num_seqs": 8}}, "--router-config.prefill N"),
+    ({"grpc": True}, "drop --grpc"),
+    ({"headless": True}, "drop --headless"),
+    ({"data_parallel_external_lb": True}, "drop --data-parallel-external-lb"),
+    ({"data_parallel_hybrid_lb": True}, "drop --data-parallel-hybrid-lb"),
+    ({"data_parallel_multi_port_external_lb": True}, "drop --data-parallel-multi"),
+    ({"data_parallel_rank": 0}, "drop --data-parallel-rank"),
+    ({"data_parallel_start_rank": 2}, "drop --data-parallel-start-rank"),
+    ({"enable_elastic_ep": True}, "drop --enable-elastic-ep"),
+    ({"data_parallel_backend": "ray"}, "--data-parallel-backend mp"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), WRONG_LAUNCHES)
+def test_a_launch_that_cannot_work_says_what_to_write(
+    changes: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(OptionError) as error:
+        resolve(launch(**changes), {})
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_rust_front_end_is_refused() -> None:
+    with pytest.raises(OptionError, match="unset VLLM_USE_RUST_FRONTEND"):
+        resolve(launch(), {"VLLM_USE_RUST_FRONTEND": "1"})
+
+
+class Transfer(SimpleNamespace):
+    def get_from_extra_config(self, key: str, default: Any) -> Any:
+        return self.extra.get(key, default)
+
+
+def config(**changes: Any) -> Any:
+    transfer = Transfer(
+        kv_connector=changes.pop("connector", "NixlConnector"),
+        extra=changes.pop("extra", {}),
+    )
+    settings = {
+        "is_moe": False,
+        "runner_type": "generate",
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+        "enable_chunked_prefill": True,
+        "data_parallel_size": 4,
+        **changes,
+    }
+    everything = SimpleNamespace(model="m", max_model_len=4096, **settings)
+    return SimpleNamespace(
+        model_config=everything,
+        scheduler_config=everything,
+        parallel_config=everything,
+        kv_transfer_config=transfer if transfer.kv_connector else None,
+    )
+
+
+def test_a_sound_configuration_passes() -> None:
+    check_config(config(), RouterOptions(prefill=2, decode_max_num_seqs=16))
+
+
+def test_a_unified_pool_needs_no_connector() -> None:
+    check_config(config(connector=None, is_moe=True), RouterOptions())
+
+
+WRONG_CONFIGS = [
+    ({"is_moe": True}, {}, "mixture of experts"),
+    ({"runner_type": "pooling"}, {}, "never decodes"),
+    ({"connector": None}, {}, '"kv_connector":"NixlConnector"'),
+    ({"connector": "LMCacheConnectorV1"}, {}, "the connector is LMCacheConnectorV1"),
+    ({"extra": {"bidirectional_kv_xfer": True}}, {}, "bidirectional_kv_xfer"),
+    ({}, {"decode_max_num_seqs": 65}, "--max-num-seqs 65"),
+    ({}, {"prefill_max_num_batched_tokens": 4096}, "--max-num-batched-tokens 4096"),
+    (
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},
+        {"prefill_max_num_batched_tokens": 1024},
+        "prefill_max_num_batched_tokens 4096 or more",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "options", "says"), WRONG_CONFIGS)
+def test_a_configuration_that_cannot_work_says_what_to_write(
+    changes: dict[str, Any], options: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(OptionError) as error:
+        check_config(config(**changes), RouterOptions(prefill=2, **options))
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,72 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_calrouter import _core
+from vllm_calrouter.options import (
+    HELP,
+    POLICIES,
+    OptionError,
+    RouterOptions,
+    parse,
+    parse_json,
+    to_config,
+)
+
+
+def test_every_key_is_explained_and_every_explanation_has_a_key() -> None:
+    assert set(HELP) == set(RouterOptions.__struct_fields__)
+
+
+def test_policies_are_those_of_the_core() -> None:
+    assert set(POLICIES) == set(_core.POLICIES)
+
+
+def test_options_survive_the_way_to_another_process() -> None:
+    options = parse({"prefill": 2, "policy": "round_robin", "journal": "x.jsonl"})
+    assert parse(to_config(options)) == options
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"prefil": 2}, "did you mean 'prefill'"),
+        ({"zzz": 2}, "known: policy"),
+        ({"prefill": "two"}, "--router-config.prefill"),
+        ({"prefill": -1}, "--router-config.prefill"),
+        ({"prefill": True}, "--router-config.prefill"),
+        ({"warm_up": "no"}, "--router-config.warm_up"),
+        ({"long_share": 0}, "--router-config.long_share"),
+        ({"decode_max_num_seqs": 0}, "--router-config.decode_max_num_seqs"),
+        ({"policy": "best"}, "vllm, round_robin"),
+    ],
+)
+def test_what_is_wrong_is_named(config: dict[str, object], says: str) -> None:
+    with pytest.raises(OptionError) as error:
+        parse(config)
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "3", "[1]", '"x"', "{'prefill': 2}"])
+def test_what_is_no_json_object_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(OptionError, match=r"--router-config\.prefill 2"):
+        parse_json(text)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+
+
+@given(st.dictionaries(st.sampled_from(sorted(HELP)) | st.text(), json_values))
+def test_no_configuration_ends_in_anything_but_options_or_one_line(
+    config: dict[str, object],
+) -> None:
+    try:
+        said = repr(parse(config))
+    except OptionError as error:
+        said = str(error)
+    assert "\n" not in said
