@@ -51,6 +51,7 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "process_engine_outputs",
             "get_supported_tasks_async",
             "call_utility_all_async",
+            "ensure_alive",
             "get_core_engine_for_request",
         ),
     ),

@@ -22,7 +22,7 @@ def build_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Any:
     rank = vllm_config.parallel_config.data_parallel_index
     if options.prefill:
         limits = options.role_limits(prefill=rank < options.prefill)
-        _apply_limits(scheduler, limits)
+        apply_limits(scheduler, limits)
     add_engine_utility(STATE_UTILITY, engine_state)
     return scheduler
 
@@ -41,14 +41,20 @@ def _base_class(vllm_config: VllmConfig) -> Any:
     return Scheduler
 
 
-def _apply_limits(scheduler: Any, limits: dict[str, int]) -> None:
-    # The model runner's buffers were sized for the larger, common limits; what a
-    # step may hold is the scheduler's alone to say.
-    if (seqs := limits.get("max_num_seqs")) is not None:
-        scheduler.max_num_active_reqs = seqs
-        scheduler.max_num_running_reqs = seqs
-    if (tokens := limits.get("max_num_batched_tokens")) is not None:
-        scheduler.max_num_scheduled_tokens = tokens
+#: vLLM's option, and the scheduler's attribute that it ends up in. The model runner's
+#: buffers stay sized by the common option; what a step holds, the scheduler says.
+_LIMITS = {
+    "max_num_seqs": "max_num_active_reqs",
+    "max_num_batched_tokens": "max_num_scheduled_tokens",
+}
+
+
+def apply_limits(scheduler: Any, limits: dict[str, int]) -> None:
+    """Set a role's limits; raises AttributeError when this vLLM has no such limit."""
+    for option, value in limits.items():
+        attribute = _LIMITS[option]
+        getattr(scheduler, attribute)
+        setattr(scheduler, attribute, value)
 
 
 def engine_state(engine_core: Any) -> dict[str, Any]:

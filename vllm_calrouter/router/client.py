@@ -52,7 +52,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         pools = router.pools
         logger.info("router: policy %s, %s", router.options.policy, pools)
         if pools.disaggregated and router.options.warm_up:
-            await warm_up(router, self._send)
+            await warm_up(router, self._send, self.ensure_alive)
 
     @property
     def _router(self) -> Router:

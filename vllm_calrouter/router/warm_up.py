@@ -30,8 +30,13 @@ _TIMEOUT_S = 120.0
 Send = Callable[[EngineCoreRequest], Awaitable[None]]
 
 
-async def warm_up(router: Router, send: Send) -> None:
+async def warm_up(router: Router, send: Send, check_alive: Callable[[], None]) -> None:
     """Move one KV cache over every pair.
+
+    Args:
+        router: whose pairs.
+        send: sends a leg to its engine.
+        check_alive: raises when an engine has died.
 
     Raises:
         RuntimeError: a pair could not; says which, and where to look.
@@ -43,7 +48,9 @@ async def warm_up(router: Router, send: Send) -> None:
     )
     began = time.monotonic()
     gate = asyncio.Semaphore(_AT_ONCE)
-    await asyncio.gather(*(_warm(router, send, pair, gate) for pair in pairs))
+    await asyncio.gather(
+        *(_warm(router, send, check_alive, pair, gate) for pair in pairs)
+    )
     seconds = time.monotonic() - began
     if router.metrics:
         router.metrics.warmed_up(len(pairs), seconds)
@@ -55,22 +62,34 @@ async def warm_up(router: Router, send: Send) -> None:
 
 
 async def _warm(
-    router: Router, send: Send, pair: tuple[int, int], gate: asyncio.Semaphore
+    router: Router,
+    send: Send,
+    check_alive: Callable[[], None],
+    pair: tuple[int, int],
+    gate: asyncio.Semaphore,
 ) -> None:
     async with gate:
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         request = _tiny_request(f"warm-up-{router.index}-{pair[0]}-{pair[1]}")
         await send(router.begin(request, pair=pair, done=done))
-        try:
-            finish = await asyncio.wait_for(done, _TIMEOUT_S)
-        except asyncio.TimeoutError:
-            finish = f"no answer in {_TIMEOUT_S:.0f} s"
+        finish = await _finish(done, check_alive)
     if finish != "length":
         raise RuntimeError(
             f"warm-up: no KV cache came from prefill engine {pair[0]} to decode engine "
             f"{pair[1]} ({finish}). See the log of both engines; between machines set "
             "VLLM_NIXL_SIDE_CHANNEL_HOST. --router-config.warm_up false skips this."
         )
+
+
+async def _finish(done: asyncio.Future[str], check_alive: Callable[[], None]) -> str:
+    """How the request ended; raises what `check_alive` does when an engine is gone."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    while time.monotonic() < deadline:
+        await asyncio.wait((done,), timeout=1.0)
+        if done.done():
+            return done.result()
+        check_alive()
+    return f"no answer in {_TIMEOUT_S:.0f} s"
 
 
 def _tiny_request(request_id: str) -> EngineCoreRequest:
