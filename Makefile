@@ -4,12 +4,16 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/pip --quiet --disable-pip-version-check
+# Twice quiet: errors only.
+PIP := $(BIN)/pip --quiet --quiet --disable-pip-version-check
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp)
-PINS := $(wildcard tests/cpu/*.txt) tests/cpu/vllm-shim/pyproject.toml
+PINS := tests/cpu/requirements.txt tests/cpu/requirements-dev.txt \
+  tests/cpu/vllm-shim/pyproject.toml
 export PATH := $(abspath $(BIN)):$(PATH)
 
 .DEFAULT_GOAL := help
+# Real engines share few cores: nothing runs beside anything else, `make -j` or not.
+.NOTPARALLEL:
 .PHONY: help setup demo test lint unit e2e test-vllm clean
 
 help: ## list the targets

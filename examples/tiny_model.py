@@ -9,8 +9,10 @@ on the prompt: a KV cache that did not arrive changes what is generated.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -29,21 +31,34 @@ _MAX_POSITIONS = 4096
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 #: Text the tokenizer is trained on; its alphabet holds every byte, so any text passes.
+#: It is long enough to fill the vocabulary: a token id without text could be generated
+#: and would reach the client as an empty piece of a stream.
 _CORPUS = [
     "the quick brown fox jumps over the lazy dog",
     "prefill reads the prompt, decode writes the answer, one token at a time",
     '{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}',
     "system user assistant tool function call response",
+    "Several engines stand behind one server, and a router sends each request to two "
+    "of them. The first computes keys and values for the whole prompt, the second "
+    "fetches these blocks and continues where the first ended.",
+    "What matters to people who wait is how soon something appears and how smoothly it "
+    "goes on; what matters to owners is how much work their machines finish per hour.",
+    "When nobody knows how long an answer will become, guess from earlier answers, "
+    "watch the queues, and keep some memory free for those already running.",
 ]
 
 _CHAT_TEMPLATE = """\
 {%- if tools %}<|im_start|>system
 # Tools
 {% for tool in tools %}{{ tool | tojson }}
-{% endfor %}<|im_end|>
+{% endfor %}To call one: <tool_call>{"name": ..., "arguments": ...}</tool_call>
+<|im_end|>
 {% endif %}
 {%- for message in messages %}<|im_start|>{{ message.role }}
-{{ message.content }}<|im_end|>
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{{ call.function | tojson }}</tool_call>
+{%- endfor %}<|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
@@ -52,15 +67,24 @@ _CHAT_TEMPLATE = """\
 def make_tiny_model(directory: Path, *, seed: int = 0) -> Path:
     """Make the model in `directory`, unless it is there; returns the directory."""
     marker = directory / "made-with.json"
-    recipe = json.dumps({"version": 1, "seed": seed})
+    recipe = json.dumps({"seed": seed, "script": _own_hash()})
     if marker.exists() and marker.read_text() == recipe:
         return directory
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
-    _save_tokenizer(directory)
-    _save_model(directory, seed)
-    marker.write_text(recipe)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    # Made beside its place and moved there: nobody sees half a model.
+    with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
+        made = Path(temporary) / "model"
+        made.mkdir()
+        _save_tokenizer(made)
+        _save_model(made, seed)
+        (made / marker.name).write_text(recipe)
+        shutil.rmtree(directory, ignore_errors=True)
+        made.rename(directory)
     return directory
+
+
+def _own_hash() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
 
 
 def make_tiny_lora(directory: Path, *, seed: int = 0, rank: int = 8) -> Path:
@@ -102,6 +126,7 @@ def _save_tokenizer(directory: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
+    assert tokenizer.get_vocab_size() == _VOCAB, "the corpus is too short"
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
