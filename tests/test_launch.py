@@ -1,4 +1,5 @@
 from argparse import Namespace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +49,10 @@ WRONG_LAUNCHES = [
     ({"data_parallel_rank": 0}, "drop --data-parallel-rank"),
     ({"data_parallel_start_rank": 2}, "drop --data-parallel-start-rank"),
     ({"enable_elastic_ep": True}, "drop --enable-elastic-ep"),
+    ({"data_parallel_size_local": 2}, "drop --data-parallel-size-local"),
+    ({"router_config": {"warm_up": False}}, "--router-config.prefill N"),
+    ({"router_config": {"journal": ""}}, "cannot be written"),
+    ({"router_config": {"journal": "/proc/none/j"}}, "cannot be written"),
     ({"data_parallel_backend": "ray"}, "--data-parallel-backend mp"),
 ]
 
@@ -62,9 +67,15 @@ def test_a_launch_that_cannot_work_says_what_to_write(
     assert "\n" not in str(error.value)
 
 
-def test_the_rust_front_end_is_refused() -> None:
+@pytest.mark.parametrize("value", ["1", "2", "true"])
+def test_the_rust_front_end_is_refused(value: str) -> None:
     with pytest.raises(OptionError, match="unset VLLM_USE_RUST_FRONTEND"):
-        resolve(launch(), {"VLLM_USE_RUST_FRONTEND": "1"})
+        resolve(launch(), {"VLLM_USE_RUST_FRONTEND": value})
+
+
+def test_a_journal_in_a_folder_still_to_be_made_is_fine(tmp_path: Path) -> None:
+    journal = str(tmp_path / "new" / "journal.jsonl")
+    assert resolve(launch(router_config={"journal": journal}), {}) is not None
 
 
 class Transfer(SimpleNamespace):
@@ -75,6 +86,7 @@ class Transfer(SimpleNamespace):
 def config(**changes: Any) -> Any:
     transfer = Transfer(
         kv_connector=changes.pop("connector", "NixlConnector"),
+        kv_connector_module_path=changes.pop("module", None),
         extra=changes.pop("extra", {}),
     )
     settings = {
@@ -109,12 +121,18 @@ WRONG_CONFIGS = [
     ({"connector": None}, {}, '"kv_connector":"NixlConnector"'),
     ({"connector": "LMCacheConnectorV1"}, {}, "the connector is LMCacheConnectorV1"),
     ({"extra": {"bidirectional_kv_xfer": True}}, {}, "bidirectional_kv_xfer"),
+    ({"module": "mine"}, {}, "drop kv_connector_module_path"),
     ({}, {"decode_max_num_seqs": 65}, "--max-num-seqs 65"),
     ({}, {"prefill_max_num_batched_tokens": 4096}, "--max-num-batched-tokens 4096"),
     (
         {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},
         {"prefill_max_num_batched_tokens": 1024},
         "prefill_max_num_batched_tokens 4096 or more",
+    ),
+    (
+        {"enable_chunked_prefill": False, "max_num_batched_tokens": 8192},
+        {"decode_max_num_batched_tokens": 1024},
+        "decode_max_num_batched_tokens 4096 or more",
     ),
 ]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_calrouter import options as opt
@@ -34,6 +36,9 @@ _POLICY_KEYS = {
     "seed": "power_of_two",
 }
 
+#: Where the connector is that gives each rank its role.
+CONNECTOR_MODULE = "vllm_calrouter.engine.connector"
+
 _NIXL_CONNECTORS = ("NixlConnector", "NixlPullConnector")
 
 
@@ -60,6 +65,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
     _check_effect(config, options)
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
+    _check_journal(options.journal)
     return options
 
 
@@ -84,7 +90,7 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
     if options.prefill:
         return
     for key in config:
-        if key.startswith(("prefill_", "decode_")):
+        if key.startswith(("prefill_", "decode_")) or key == "warm_up":
             raise OptionError(
                 f"--router-config.{key} has no effect when every engine does both: "
                 "add --router-config.prefill N"
@@ -106,7 +112,13 @@ def _check_launch_mode(args: Namespace, environ: Mapping[str, str]) -> None:
             f"--data-parallel-backend {args.data_parallel_backend} has not been "
             "tried with the router: write --data-parallel-backend mp"
         )
-    if environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() in ("1", "true"):
+    local = getattr(args, "data_parallel_size_local", None)
+    if local not in (None, args.data_parallel_size):
+        raise OptionError(
+            "the router needs every engine on the API server's host: "
+            "drop --data-parallel-size-local"
+        )
+    if environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("0", "false", ""):
         raise OptionError(
             "the Rust front-end does not pass through the router: "
             "unset VLLM_USE_RUST_FRONTEND"
@@ -125,6 +137,21 @@ def _check_engines(engines: int, prefill: int) -> None:
             f"--router-config.prefill {engines - 1} or less, "
             f"or --data-parallel-size {prefill + 1} or more"
         )
+
+
+def _check_journal(journal: str | None) -> None:
+    """Say now what would otherwise fail when all engines have loaded their models."""
+    if journal is None:
+        return
+    try:
+        Path(journal).parent.mkdir(parents=True, exist_ok=True)
+        with open(journal, "a"):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"--router-config.journal {json.dumps(journal)} cannot be written "
+            f"({error.strerror}): name a file in a folder of yours"
+        ) from None
 
 
 def check_config(config: VllmConfig, options: RouterOptions) -> None:
@@ -165,6 +192,12 @@ def _check_connector(config: VllmConfig) -> None:
             'add --kv-transfer-config \'{"kv_connector":"NixlConnector",'
             '"kv_role":"kv_both"}\' or write --router-config.prefill 0'
         )
+    module = transfer.kv_connector_module_path
+    if module not in (None, CONNECTOR_MODULE):
+        raise OptionError(
+            f"the router has to bring its own NIXL connector and would replace that of "
+            f"{module}: drop kv_connector_module_path"
+        )
     if transfer.get_from_extra_config("bidirectional_kv_xfer", False):
         raise OptionError(
             "bidirectional_kv_xfer pins KV caches on decode engines that the router "
@@ -185,9 +218,11 @@ def _check_role_limits(config: VllmConfig, options: RouterOptions) -> None:
                 )
     whole_prompts = not scheduler.enable_chunked_prefill
     least = config.model_config.max_model_len
-    budget = options.prefill_max_num_batched_tokens
-    if whole_prompts and budget is not None and budget < least:
-        raise OptionError(
-            f"without chunked prefill a step must hold a whole prompt: write "
-            f"--router-config.prefill_max_num_batched_tokens {least} or more"
-        )
+    for role in ("prefill", "decode"):
+        # Decode engines run whole prompts, too: of requests that cannot be split.
+        budget = getattr(options, f"{role}_max_num_batched_tokens")
+        if whole_prompts and budget is not None and budget < least:
+            raise OptionError(
+                f"without chunked prefill a step must hold a whole prompt: write "
+                f"--router-config.{role}_max_num_batched_tokens {least} or more"
+            )

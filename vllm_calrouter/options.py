@@ -45,7 +45,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     output_tokens: _Count = 256
     length_threshold_tokens: _Count = 512
     long_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
     def role_limits(self, *, prefill: bool) -> dict[str, int]:
         """Scheduler limits written for one role, by vLLM's name for each."""
@@ -95,6 +95,8 @@ def parse_json(text: str) -> dict[str, Any]:
 
 def parse(config: Mapping[str, Any]) -> RouterOptions:
     """Check a configuration; raises OptionError naming the key and what to write."""
+    if not isinstance(config, Mapping):
+        raise OptionError(f"the router's options must be an object, not {config!r}")
     for key in config:
         if key not in HELP:
             raise OptionError(_unknown_key(key))

@@ -77,7 +77,6 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("vllm.plugins", "", ("load_endpoint_plugins",)),
 )
 
-_CONNECTOR_MODULE = "vllm_calrouter.engine.connector"
 _SCHEDULER = "vllm_calrouter.engine.scheduler.build_scheduler"
 
 
@@ -225,7 +224,7 @@ def _activate(config: VllmConfig, options: RouterOptions) -> None:
         # vLLM compares the connector's name in several places, so the name stays
         # and the module changes.
         config.kv_transfer_config.kv_connector = "NixlConnector"
-        config.kv_transfer_config.kv_connector_module_path = _CONNECTOR_MODULE
+        config.kv_transfer_config.kv_connector_module_path = launch.CONNECTOR_MODULE
     _install_scheduler(config)
     _install_client()
     _install_endpoints()

@@ -164,6 +164,45 @@ def test_what_the_prompt_cost_is_told_from_where_it_ran() -> None:
     assert outputs.outputs[0].prefill_stats == "where it ran"
 
 
+def test_a_client_that_leaves_while_others_legs_are_sent_frees_the_cache() -> None:
+    router = split_router()
+    router.begin(request("a"))
+    router.begin(request("b"))
+    first, second = router.answered(answer(prefilled("a"), prefilled("b")))
+    assert router.still_wanted(first) is first
+    router.abort(["b"])
+    assert router.still_wanted(second).abort_immediately
+    assert "b" not in router
+    router.answered(answer(token("a", FinishReason.LENGTH)))
+    assert idle(router)
+
+
+def test_a_decode_leg_that_ends_unread_frees_the_cache() -> None:
+    router = split_router()
+    router.begin(request())
+    router.answered(answer(prefilled("r")))
+    failed = EngineCoreOutput("r", [], finish_reason=FinishReason.ERROR)
+    outputs = answer(failed)
+    (release,) = router.answered(outputs)
+    assert release.abort_immediately
+    assert outputs.outputs == [failed]
+    assert idle(router)
+
+
+def test_a_cache_that_was_read_is_not_freed_again() -> None:
+    router = split_router()
+    router.begin(request())
+    router.answered(answer(prefilled("r")))
+    assert router.answered(answer(token("r"))) == []
+    assert router.answered(answer(token("r", FinishReason.ERROR))) == []
+
+
+def test_length_threshold_uses_all_prefill_engines() -> None:
+    router = split_router(policy="length_threshold")
+    ranks = {router.begin(request(str(i))).data_parallel_rank for i in range(8)}
+    assert ranks == {0, 1}
+
+
 async def test_a_warm_up_s_outputs_are_nobody_s() -> None:
     router = split_router()
     done: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -81,7 +81,7 @@ class Placer:
         def make(phase: Phase) -> _core.Policy:
             ranks = self.pools.ranks(phase)
             return _core.make_policy(
-                options.policy,
+                _policy_name(options.policy, phase, self.pools),
                 ranks.start,
                 ranks.stop,
                 start=len(ranks) * index // count,
@@ -120,3 +120,10 @@ class Placer:
         self._reported = counts
         for rank, (waiting, running, kv_usage) in enumerate(counts):
             self.table.report(rank, int(waiting), int(running), kv_usage)
+
+
+def _policy_name(chosen: str, phase: Phase, pools: Pools) -> str:
+    """The policy of one pool: an output's length says nothing of a prefill engine."""
+    if chosen == "length_threshold" and phase == Phase.PREFILL and pools.disaggregated:
+        return "least_loaded"
+    return chosen

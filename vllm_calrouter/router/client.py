@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from vllm.logger import init_logger
@@ -73,7 +74,12 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         leg = router.begin(request, vllm_rank=vllm_rank)
         try:
             await self._send(leg)
-        except BaseException:
+        except asyncio.CancelledError:
+            # The engine may have it already, and vLLM does not abort what it has not
+            # finished adding.
+            await asyncio.shield(self.abort_requests_async([request.request_id]))
+            raise
+        except Exception:
             router.not_sent(leg)
             raise
 
@@ -94,7 +100,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             return
         for leg in self.router.answered(outputs):
             try:
-                await self._send(leg)
+                await self._send(self.router.still_wanted(leg))
             except Exception:
                 # Raised here it would end the task that reads all engines.
                 logger.exception("leg %s could not be sent", leg.request_id)
@@ -103,6 +109,11 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         await super().abort_requests_async(self._router.abort(request_ids))
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        super().shutdown(timeout)
+        if self.router is not None:
+            self.router.close()
 
     async def engine_states(self) -> list[dict[str, Any]]:
         """What every engine holds right now (`engine/scheduler.py`)."""

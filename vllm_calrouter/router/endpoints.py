@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.requests import Request
+from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_calrouter._core import Phase
@@ -32,7 +33,8 @@ class RouterEndpoints:
         self, engine_client: Any, state: State, args: Namespace
     ) -> None:
         state.calrouter_client = getattr(engine_client, "engine_core", None)
-        keys = [key for key in (getattr(args, "api_key", None) or []) if key]
+        given = getattr(args, "api_key", None) or [envs.VLLM_API_KEY]
+        keys = [key for key in given if key]
         state.calrouter_auth = (
             AuthenticationMiddleware(app=None, tokens=keys) if keys else None
         )

@@ -44,10 +44,10 @@ class Journal:
             self.dropped += 1
 
     def close(self) -> None:
-        """Write what is queued and close the file."""
-        self._lines.put(None)
-        self._thread.join(timeout=5)
-        os.close(self._file)
+        """Write what is queued; what comes later is dropped. Again does nothing."""
+        if self._thread.is_alive():
+            self._lines.put(None)
+            self._thread.join(timeout=5)
 
     def _run(self) -> None:
         encoder = msgspec.json.Encoder()
@@ -57,3 +57,4 @@ class Journal:
             except OSError as error:
                 self.dropped += 1
                 logger.warning_once("the router's journal lost a line: %s", error)
+        os.close(self._file)

@@ -25,8 +25,7 @@ class Stage(Enum):
 class Journey:
     """State of one request between its arrival and its end.
 
-    Times are seconds on the router's clock; `booking` is what the leg under way
-    holds in the load table.
+    Times are seconds on the router's clock.
     """
 
     request: EngineCoreRequest
@@ -36,12 +35,16 @@ class Journey:
     prompt_tokens: int
     predicted_tokens: int
     choices: list[Choice]
-    booking: int
+    #: What the leg under way holds in the load table; None when it is released.
+    booking: int | None
     #: Who names the decode rank, and which, where the policy is not asked.
     given_decode: tuple[str, int] | None = None
     cause: str | None = None
     aborted: bool = False
     prefill_stats: Any = None
+    #: The KV cache the decode leg is to read, until there is a sign that it did.
+    unread_kv: dict[str, Any] | None = None
+    last_finish: str | None = None
     prefill_s: float | None = None
     first_token_s: float | None = None
     output_tokens: int = 0

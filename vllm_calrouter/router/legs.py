@@ -57,7 +57,7 @@ def _why_params_need_one_leg(params: SamplingParams) -> str | None:
     return None
 
 
-def ends_with_prefill(cause: str) -> bool:
+def ends_with_prefill(cause: str | None) -> bool:
     """Whether a one-leg request is prefill work only (for the choice of its pool)."""
     return cause in ("pooling", "single_token")
 
@@ -117,7 +117,12 @@ def release_leg(
 
     Without it the blocks stay pinned on the prefill engine until NIXL's lease ends.
     """
-    leg = decode_leg(request, rank, kv_params)
+    leg = one_leg(request, rank)
     leg.request_id = f"{request.request_id}-release"
+    # Nothing of the user's sampling: a grammar that does not compile would end the leg
+    # before it reaches the connector.
+    leg.sampling_params = SamplingParams(
+        max_tokens=1, detokenize=False, extra_args={KV_PARAMS: kv_params}
+    )
     leg.abort_immediately = True
     return leg

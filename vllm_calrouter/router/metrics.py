@@ -62,10 +62,11 @@ class RouterMetrics:
             buckets=_DECISION_BUCKETS_S,
         )
 
-    def decided(self, choice: Choice) -> None:
+    def decided(self, choice: Choice, *, timed: bool) -> None:
         phase, engine = choice.phase.name.lower(), str(choice.rank)
         self._decisions.labels(phase, engine, choice.policy).inc()
-        self._decision_s.observe(choice.seconds)
+        if timed:
+            self._decision_s.observe(choice.seconds)
 
     def load(self, phase: Phase, rank: int, legs_now: int) -> None:
         self._legs.labels(phase.name.lower(), str(rank)).set(legs_now)

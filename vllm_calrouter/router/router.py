@@ -73,6 +73,11 @@ class Router:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._by_request
 
+    def close(self) -> None:
+        """Write out the journal; may be called any number of times."""
+        if self._journal is not None:
+            self._journal.close()
+
     @property
     def requests_under_way(self) -> int:
         """Requests this router has begun and not yet seen end."""
@@ -96,7 +101,9 @@ class Router:
             done: resolves when the request ends; its outputs are then kept from the
                 API server (a warm-up).
         """
-        cause = self._why_one_leg(request)
+        if not self.pools.disaggregated:
+            return self._begin_whole(request, None, vllm_rank)
+        cause = legs.why_one_leg(request)
         if cause is not None:
             return self._begin_whole(request, cause, vllm_rank)
         predicted = self._predict(request)
@@ -124,11 +131,6 @@ class Router:
         self._prefilling[leg.request_id] = journey
         return leg
 
-    def _why_one_leg(self, request: EngineCoreRequest) -> str | None:
-        if not self.pools.disaggregated:
-            return "unified"
-        return legs.why_one_leg(request)
-
     def leave_to_vllm(self, request: EngineCoreRequest) -> bool:
         """Whether the choice of the engine is vLLM's own, not this router's."""
         if self.pools.disaggregated:
@@ -138,7 +140,7 @@ class Router:
         return paired or self.options.policy == "vllm"
 
     def _begin_whole(
-        self, request: EngineCoreRequest, cause: str, vllm_rank: int | None
+        self, request: EngineCoreRequest, cause: str | None, vllm_rank: int | None
     ) -> EngineCoreRequest:
         tokens = legs.prompt_tokens(request)
         predicted = 0 if request.pooling_params else self._predict(request)
@@ -160,7 +162,7 @@ class Router:
             booking=self._book(choice, tokens, predicted),
             cause=cause,
         )
-        if self.metrics and self.pools.disaggregated:
+        if self.metrics and cause is not None:
             self.metrics.one_leg(cause)
         return legs.one_leg(request, choice.rank)
 
@@ -184,7 +186,7 @@ class Router:
             choice = Choice(phase, given[1], given[0], "given", (), 0.0)
         logger.debug("chose %s", choice)
         if self.metrics:
-            self.metrics.decided(choice)
+            self.metrics.decided(choice, timed=given is None)
         return choice
 
     def _book(self, choice: Choice, prompt: int, output: int) -> int:
@@ -194,7 +196,10 @@ class Router:
         return booking
 
     def _release(self, journey: Journey) -> None:
+        if journey.booking is None:
+            return
         self.placer.table.release(journey.booking)
+        journey.booking = None
         self._tell_load(journey.choices[-1])
 
     def _tell_load(self, choice: Choice) -> None:
@@ -212,7 +217,7 @@ class Router:
         for output in outputs.outputs:
             journey = self._prefilling.get(output.request_id)
             if journey is None:
-                passed = self._pass_on(output)
+                passed = self._pass_on(output, to_send)
             else:
                 passed = self._hand_over(journey, output, to_send)
             if passed is not None:
@@ -222,19 +227,26 @@ class Router:
             self._engine_dropped(request_id)
         return to_send
 
-    def _pass_on(self, output: EngineCoreOutput) -> EngineCoreOutput | None:
+    def _pass_on(
+        self, output: EngineCoreOutput, to_send: list[EngineCoreRequest]
+    ) -> EngineCoreOutput | None:
         journey = self._by_request.get(output.request_id)
         if journey is None:
             return output
-        journey.output_tokens += len(output.new_token_ids)
+        if output.new_token_ids:
+            journey.output_tokens += len(output.new_token_ids)
+            journey.unread_kv = None
         if journey.first_token_s is None:
             journey.first_token_s = self._clock()
         if output.prefill_stats is not None and journey.prefill_stats is not None:
             # What the prompt cost was decided where it ran: usage must not call a
             # transferred prompt a cached one.
             output.prefill_stats = journey.prefill_stats
-        if output.finished and not journey.request.resumable:
-            self._end(journey, str(output.finish_reason))
+        if output.finished:
+            journey.last_finish = str(output.finish_reason)
+            self._free_unread(journey, to_send)
+            if not journey.request.resumable:
+                self._end(journey, journey.last_finish)
         return output if journey.done is None else None
 
     def _hand_over(
@@ -250,19 +262,18 @@ class Router:
         del self._prefilling[journey.leg_id]
         journey.prefill_s = self._clock()
         journey.prefill_stats = output.prefill_stats
+        journey.unread_kv = output.kv_transfer_params
         if journey.aborted:
-            self._free_unread(journey, output, to_send)
-            self._end(journey, "abort", released=True)
+            self._free_unread(journey, to_send)
+            self._end(journey, "abort")
             return None
         if output.finish_reason not in _PREFILLED:
             return self._fail(journey, output)
-        to_send.append(self._begin_decode(journey, output))
+        to_send.append(self._begin_decode(journey))
         return None
 
-    def _begin_decode(
-        self, journey: Journey, output: EngineCoreOutput
-    ) -> EngineCoreRequest:
-        if not output.kv_transfer_params:
+    def _begin_decode(self, journey: Journey) -> EngineCoreRequest:
+        if not journey.unread_kv:
             logger.warning(
                 "prefill engine %d kept no KV cache of %s: its decode engine computes "
                 "the prompt again",
@@ -279,20 +290,15 @@ class Router:
         journey.stage = Stage.DECODE
         journey.leg_id = journey.request.request_id
         journey.booking = self._book(choice, tokens, predicted)
-        return legs.decode_leg(journey.request, choice.rank, output.kv_transfer_params)
+        return legs.decode_leg(journey.request, choice.rank, journey.unread_kv)
 
-    def _free_unread(
-        self,
-        journey: Journey,
-        output: EngineCoreOutput,
-        to_send: list[EngineCoreRequest],
-    ) -> None:
-        if not output.kv_transfer_params:
+    def _free_unread(self, journey: Journey, to_send: list[EngineCoreRequest]) -> None:
+        """Free a KV cache that no decode leg has read."""
+        if not journey.unread_kv:
             return
         rank = next(self._release_turn)
-        to_send.append(
-            legs.release_leg(journey.request, rank, output.kv_transfer_params)
-        )
+        to_send.append(legs.release_leg(journey.request, rank, journey.unread_kv))
+        journey.unread_kv = None
         if self.metrics:
             self.metrics.kv_released()
 
@@ -300,7 +306,7 @@ class Router:
         self, journey: Journey, output: EngineCoreOutput
     ) -> EngineCoreOutput | None:
         """Tell the client that its prefill leg ended badly, in the engine's words."""
-        self._end(journey, str(output.finish_reason), released=True)
+        self._end(journey, str(output.finish_reason))
         output.request_id = journey.request.request_id
         output.new_token_ids = []
         return output if journey.done is None else None
@@ -309,7 +315,8 @@ class Router:
         """An engine is done with a leg; most were seen to finish already."""
         journey = self._prefilling.get(leg_id) or self._by_request.get(leg_id)
         if journey is not None and journey.leg_id == leg_id:
-            self._end(journey, "abort")
+            ended = None if journey.aborted else journey.last_finish
+            self._end(journey, ended or "abort")
 
     def abort(self, request_ids: Iterable[str]) -> list[str]:
         """Mark requests as no longer wanted; returns the ids to abort in engines."""
@@ -319,10 +326,20 @@ class Router:
         journey = self._by_request.get(request_id)
         if journey is None:
             return request_id
-        journey.aborted = True
-        if self.metrics:
+        if self.metrics and not journey.aborted:
             self.metrics.aborted(journey.stage.value)
+        journey.aborted = True
         return journey.leg_id
+
+    def still_wanted(self, leg: EngineCoreRequest) -> EngineCoreRequest:
+        """What to send in a leg's place, if its client left while others were sent."""
+        journey = self._by_request.get(leg.request_id)
+        if journey is None or not journey.aborted or not journey.unread_kv:
+            return leg
+        instead: list[EngineCoreRequest] = []
+        self._free_unread(journey, instead)
+        self._end(journey, "abort")
+        return instead[0]
 
     def not_sent(self, leg: EngineCoreRequest) -> EngineCoreOutput | None:
         """A leg could not be sent: end its request, and return what to tell of it."""
@@ -335,9 +352,8 @@ class Router:
             journey.request.request_id, [], finish_reason=FinishReason.ERROR
         )
 
-    def _end(self, journey: Journey, finish: str, *, released: bool = False) -> None:
-        if not released:
-            self._release(journey)
+    def _end(self, journey: Journey, finish: str) -> None:
+        self._release(journey)
         del self._by_request[journey.request.request_id]
         self._prefilling.pop(journey.leg_id, None)
         if journey.done is not None:

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from argparse import Namespace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.router.endpoints import RouterEndpoints
+from vllm_calrouter.router.router import Router
+
+
+class Client:
+    """Stands for the router's client: a router, and engines that answer."""
+
+    def __init__(self) -> None:
+        self.router = Router(RouterOptions(prefill=1), 3)
+
+    async def engine_states(self) -> list[dict[str, Any]]:
+        return [{"rank": rank} for rank in range(3)]
+
+
+async def page(api_key: list[str] | None) -> TestClient:
+    app = FastAPI()
+    endpoints = RouterEndpoints()
+    endpoints.attach_router(app)
+    engine_client = SimpleNamespace(engine_core=Client())
+    await endpoints.init_state(engine_client, app.state, Namespace(api_key=api_key))
+    return TestClient(app)
+
+
+async def test_the_state_shows_every_engine() -> None:
+    state = (await page(None)).get("/router/state").json()
+    assert [row["rank"] for row in state["load"]] == [0, 1, 2]
+    assert (state["idle"], state["prefill_engines"]) == (True, 1)
+
+
+@pytest.mark.parametrize("given_by", ["option", "environment"])
+async def test_the_server_s_key_opens_it_and_nothing_else(
+    given_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if given_by == "environment":
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+    http = await page(["secret"] if given_by == "option" else None)
+    assert http.get("/router/state").status_code == 401
+    for key, status in (("wrong", 401), ("secret", 200)):
+        headers = {"Authorization": f"Bearer {key}"}
+        assert http.get("/router/state", headers=headers).status_code == status
