@@ -75,6 +75,11 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         ("kv_transfer_params", "prefill_stats", "finish_reason"),
     ),
     ("vllm.plugins", "", ("load_endpoint_plugins",)),
+    (
+        "vllm.entrypoints.serve.middleware.authenticate",
+        "AuthenticationMiddleware",
+        ("verify_token",),
+    ),
 )
 
 _SCHEDULER = "vllm_calrouter.engine.scheduler.build_scheduler"

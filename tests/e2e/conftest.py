@@ -49,7 +49,9 @@ def split(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         log=folder / "server.log",
     )
     with cluster:
-        yield Server(cluster, journal)
+        server = Server(cluster, journal)
+        server.warm_ups(3 * 2 * 2)
+        yield server
 
 
 @pytest.fixture(scope="session")

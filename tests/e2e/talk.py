@@ -87,6 +87,17 @@ class Server:
                 total += float(match[2])
         return total
 
+    def warm_ups(self, count: int, seconds: float = 120.0) -> float:
+        """Warm-up transfers so far, once there are `count`.
+
+        `/health` answers as soon as the first API server is ready.
+        """
+        name = "vllm:calrouter_warm_up_transfers_total"
+        deadline = time.monotonic() + seconds
+        while (made := self.metric(name)) < count and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return made
+
     def leaks(self) -> str:
         """What is still held although nothing should be; empty when nothing is."""
         held = [

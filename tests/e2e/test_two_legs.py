@@ -26,7 +26,7 @@ def pair(line: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_every_pair_was_warmed_up_by_every_api_server(split: Server) -> None:
-    assert split.metric("vllm:calrouter_warm_up_transfers_total") == 3 * len(PAIRS)
+    assert split.warm_ups(3 * len(PAIRS)) == 3 * len(PAIRS)
 
 
 def test_ranks_play_one_role_each_under_their_own_limits(split: Server) -> None:

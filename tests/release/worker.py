@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.gpu_worker import Worker, init_worker_distributed_environment
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -26,6 +27,11 @@ from tests.release.made_up_model import kept, next_token
 
 class KernelFreeWorker(Worker):  # type: ignore[misc]
     """vLLM's worker, less all that touches a device or a model."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # It refuses the second model runner without Triton, which nothing here needs.
+        gpu_worker.HAS_TRITON = True
+        super().__init__(*args, **kwargs)
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
@@ -61,6 +67,8 @@ class Text:
 
 class KernelFreeRunner:
     """What `Worker` asks of its model runner."""
+
+    is_pooling_model = False
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
