@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -33,8 +34,11 @@ CPU_ENV = {
 #: CPU platform replaces it with one whose workers spin.
 _EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
-_START_TIMEOUT_S = 300.0
+#: A minute is usual; a machine busy with other things may take several.
+_START_TIMEOUT_S = 900.0
 _STOP_TIMEOUT_S = 20.0
+
+_QUIET_PORTS = (20_000, 32_000)
 
 
 class Cluster:
@@ -198,13 +202,14 @@ def free_port() -> int:
 
 
 def free_port_range(count: int) -> int:
-    """The first of `count` neighbouring free ports (NIXL uses one a rank)."""
-    for _ in range(100):
-        first = free_port()
-        with (
-            contextlib.ExitStack() as held,
-            contextlib.suppress(OSError, OverflowError),
-        ):
+    """The first of `count` neighbouring free ports (NIXL uses one a rank).
+
+    Below the range that systems hand out by themselves: engines bind these only when
+    they have loaded their model, and until then nobody else may be given one.
+    """
+    for _ in range(200):
+        first = random.randrange(*_QUIET_PORTS)
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
             for port in range(first, first + count):
                 held.enter_context(socket.socket()).bind(("127.0.0.1", port))
             return first
