@@ -36,6 +36,9 @@ _POLICY_KEYS = {
     "seed": "power_of_two",
 }
 
+#: Keys that mean something only where prefill has engines of its own.
+_SPLIT_KEYS = ("warm_up", "first_token")
+
 #: Where the connector is that gives each rank its role.
 CONNECTOR_MODULE = "vllm_calrouter.engine.connector"
 
@@ -90,7 +93,7 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
     if options.prefill:
         return
     for key in config:
-        if key.startswith(("prefill_", "decode_")) or key == "warm_up":
+        if key.startswith(("prefill_", "decode_")) or key in _SPLIT_KEYS:
             raise OptionError(
                 f"--router-config.{key} has no effect when every engine does both: "
                 "add --router-config.prefill N"

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import fields
 
 PLUGIN_NAME = "calrouter"
 
@@ -37,6 +38,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str = "vllm"
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
+    first_token: bool = True
     journal: str | None = None
     prefill_max_num_seqs: _Count | None = None
     prefill_max_num_batched_tokens: _Count | None = None
@@ -63,6 +65,8 @@ HELP = {
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "
     "reports healthy.",
+    "first_token": "on or off: send a request's first token straight from its prefill "
+    "engine, where that is exact. Off: every token comes from the decode engine.",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",
     "prefill_max_num_seqs": "max_num_seqs of the prefill engines.",
     "prefill_max_num_batched_tokens": "max_num_batched_tokens of the prefill engines.",
@@ -101,7 +105,7 @@ def parse(config: Mapping[str, Any]) -> RouterOptions:
         if key not in HELP:
             raise OptionError(_unknown_key(key))
     try:
-        options = msgspec.convert(dict(config), RouterOptions)
+        options = msgspec.convert(_switches(config), RouterOptions)
     except msgspec.ValidationError as error:
         raise OptionError(_bad_value(config, error)) from None
     if options.policy not in POLICIES:
@@ -116,6 +120,18 @@ def to_config(options: RouterOptions) -> dict[str, Any]:
     """The plain dictionary that travels to every process; `parse` reads it back."""
     config: dict[str, Any] = msgspec.to_builtins(options)
     return config
+
+
+def _switches(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with on and off read as true and false, where those are asked for."""
+    read = {"on": True, "off": False}
+    switches = [field.name for field in fields(RouterOptions) if field.type is bool]
+    return {
+        key: read.get(value, value)
+        if key in switches and isinstance(value, str)
+        else value
+        for key, value in config.items()
+    }
 
 
 def _unknown_key(key: str) -> str:

@@ -62,7 +62,7 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
         "NixlPullConnector",
-        ("request_finished_all_groups",),
+        ("request_finished_all_groups", "get_num_new_matched_tokens"),
     ),
     (
         "vllm.v1.engine",
@@ -74,6 +74,17 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "EngineCoreOutput",
         ("kv_transfer_params", "prefill_stats", "finish_reason"),
     ),
+    (
+        "vllm.v1.engine.detokenizer",
+        "IncrementalDetokenizer",
+        ("from_new_request", "update"),
+    ),
+    (
+        "vllm.sampling_params",
+        "SamplingParams",
+        ("_bad_words_token_ids", "thinking_token_budget", "repetition_detection"),
+    ),
+    ("vllm.tokenizers", "", ("cached_tokenizer_from_config",)),
     ("vllm.plugins", "", ("load_endpoint_plugins",)),
     (
         "vllm.entrypoints.serve.middleware.authenticate",

@@ -10,6 +10,7 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_calrouter.engine.scheduler import STATE_UTILITY
+from vllm_calrouter.router.first_token import first_token_rules
 from vllm_calrouter.router.journal import Journal
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
@@ -36,6 +37,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             len(self.core_engines),
             index=self.client_index,
             count=self.client_count,
+            first_token=first_token_rules(vllm_config, options),
             journal=Journal(options.journal) if options.journal else None,
         )
         self._started = False

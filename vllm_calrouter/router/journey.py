@@ -40,6 +40,11 @@ class Journey:
     #: Who names the decode rank, and which, where the policy is not asked.
     given_decode: tuple[str, int] | None = None
     cause: str | None = None
+    #: Why the first token does not come from the prefill engine; None when it does,
+    #: and when one engine serves all.
+    bypass: str | None = None
+    #: The client has the first token, and the decode leg goes on from it.
+    sent_early: bool = False
     aborted: bool = False
     prefill_stats: Any = None
     #: The KV cache the decode leg is to read, until there is a sign that it did.
@@ -47,6 +52,8 @@ class Journey:
     last_finish: str | None = None
     prefill_s: float | None = None
     first_token_s: float | None = None
+    #: Seconds between a first token sent early and the next.
+    pause_s: float | None = None
     output_tokens: int = 0
     #: Set for a warm-up only: resolves with the finish reason, and its outputs are
     #: nobody's.
@@ -73,6 +80,7 @@ class Journey:
             "predicted_output_tokens": self.predicted_tokens,
             "output_tokens": self.output_tokens,
             "one_leg": self.cause,
+            "first_token_bypass": self.bypass,
             "prefill_rank": self.rank(Phase.PREFILL),
             "decode_rank": self.rank(Phase.DECODE),
             "decisions": [
@@ -88,6 +96,7 @@ class Journey:
             ],
             "prefill_s": since(self.prefill_s),
             "ttft_s": since(self.first_token_s),
+            "pause_s": None if self.pause_s is None else round(self.pause_s, 6),
             "e2e_s": since(now_s),
             "finish": finish,
         }

@@ -16,7 +16,10 @@ KV_PARAMS = "kv_transfer_params"
 #: No model writes more; a larger hint is a mistake.
 _MOST_HINTED_TOKENS = 10_000_000
 
-#: What a prefill leg asks for. Its token is thrown away, so it is the cheapest one:
+#: Keep the KV cache for a reader.
+_FOR_A_READER = {"do_remote_decode": True, "do_remote_prefill": False}
+
+#: What a prefill leg asks for when its token is thrown away, so it is the cheapest one:
 #: nothing of the user's sampling (grammar, scores, penalties) may cost anything there.
 _PREFILL_PARAMS = SamplingParams(
     max_tokens=1,
@@ -24,7 +27,7 @@ _PREFILL_PARAMS = SamplingParams(
     ignore_eos=True,
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
-    extra_args={KV_PARAMS: {"do_remote_decode": True, "do_remote_prefill": False}},
+    extra_args={KV_PARAMS: _FOR_A_READER},
 )
 
 
@@ -85,29 +88,63 @@ def one_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
     return leg
 
 
-def prefill_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
-    """Compute the prompt's KV cache on `rank` and keep it there for a reader."""
-    leg = copy(request)
+def prefill_leg(
+    request: EngineCoreRequest, rank: int, *, first_token: bool = False
+) -> EngineCoreRequest:
+    """Compute the prompt's KV cache on `rank` and keep it there for a reader.
+
+    `first_token`: the token it samples is the request's first, so it is sampled as the
+    request wants it.
+    """
+    leg = one_leg(request, rank)
     leg.request_id = f"{request.request_id}-prefill"
-    leg.data_parallel_rank = rank
-    leg.sampling_params = _PREFILL_PARAMS
+    if first_token:
+        params = _with_kv_params(request, _FOR_A_READER)
+        params.max_tokens = 1
+        # More than max_tokens is refused; one bans the end of the text just the same.
+        params.min_tokens = min(params.min_tokens, 1)
+        leg.sampling_params = params
+    else:
+        leg.sampling_params = _PREFILL_PARAMS
     return leg
 
 
+def _with_kv_params(
+    request: EngineCoreRequest, kv_params: dict[str, Any]
+) -> SamplingParams:
+    params = copy(request.sampling_params)
+    params.extra_args = {**(params.extra_args or {}), KV_PARAMS: kv_params}
+    return params
+
+
 def decode_leg(
-    request: EngineCoreRequest, rank: int, kv_params: dict[str, Any] | None
+    request: EngineCoreRequest,
+    rank: int,
+    kv_params: dict[str, Any] | None,
+    first_token: list[int] | None = None,
 ) -> EngineCoreRequest:
     """Everything after the prompt, on `rank`, reading the KV cache named there.
 
     It keeps the request's own id, so its outputs reach the client untouched. Without
-    `kv_params` the engine computes the prompt itself.
+    `kv_params` the engine computes the prompt itself. With `first_token` (its id in a
+    list) the text goes on from there, one token shorter.
     """
     leg = one_leg(request, rank)
     if kv_params is not None:
-        leg.sampling_params = copy(request.sampling_params)
-        extra = dict(request.sampling_params.extra_args or {})
-        leg.sampling_params.extra_args = {**extra, KV_PARAMS: kv_params}
+        leg.sampling_params = _with_kv_params(request, kv_params)
+    if first_token:
+        leg.prompt_token_ids = request.prompt_token_ids + first_token
+        leg.sampling_params = _less(leg.sampling_params, len(first_token))
     return leg
+
+
+def _less(params: SamplingParams, tokens: int) -> SamplingParams:
+    """The same sampling with that many tokens of the output already there."""
+    params = copy(params)
+    if params.max_tokens is not None:
+        params.max_tokens -= tokens
+    params.min_tokens = max(0, params.min_tokens - tokens)
+    return params
 
 
 def release_leg(

@@ -15,6 +15,9 @@ _PREFIX = "vllm:calrouter_"
 #: Seconds; a choice takes microseconds, a slow one shows in the last buckets.
 _DECISION_BUCKETS_S = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3, 1e-2)
 
+#: Seconds; from one decode step to a long wait for a slot.
+_PAUSE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
 
 class RouterMetrics:
     """Counters and gauges of one API server.
@@ -34,6 +37,21 @@ class RouterMetrics:
         )
         self._aborts = counter(
             "aborts", "Aborts (client gone, or stop string found).", "stage"
+        )
+        self._first_tokens = counter(
+            "first_tokens", "First tokens sent straight from a prefill engine."
+        )
+        self._bypasses = counter(
+            "first_token_bypasses",
+            "Split requests whose first token comes from the decode engine.",
+            "cause",
+        )
+        self._pause_s = Histogram(
+            _PREFIX + "first_token_pause_seconds",
+            "Seconds from a first token sent early to the second: what it took out "
+            "of TTFT, and what the reader then waits.",
+            registry=registry,
+            buckets=_PAUSE_BUCKETS_S,
         )
         self._releases = counter(
             "kv_releases", "KV caches freed because nobody will read them."
@@ -76,6 +94,15 @@ class RouterMetrics:
 
     def aborted(self, stage: str) -> None:
         self._aborts.labels(stage).inc()
+
+    def first_token_sent(self) -> None:
+        self._first_tokens.inc()
+
+    def first_token_bypassed(self, cause: str) -> None:
+        self._bypasses.labels(cause).inc()
+
+    def paused(self, seconds: float) -> None:
+        self._pause_s.observe(seconds)
 
     def kv_released(self) -> None:
         self._releases.inc()

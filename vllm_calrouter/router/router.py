@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 from vllm.v1.engine import (
+    EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -23,6 +24,7 @@ from vllm_calrouter._core import Phase
 from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.placement import Choice, Placer, Pools
 from vllm_calrouter.router import legs
+from vllm_calrouter.router.first_token import FirstToken
 from vllm_calrouter.router.journey import Journey, Stage
 from vllm_calrouter.router.metrics import RouterMetrics
 
@@ -44,6 +46,7 @@ class Router:
         options: the router's options.
         engines: number of engines; ranks are 0 to engines - 1.
         index, count: which of how many API servers this is.
+        first_token: when a prefill engine's token is sent to the client at once.
         metrics, journal: where decisions are told; the journal may be None.
         clock: seconds; only differences count.
     """
@@ -55,6 +58,7 @@ class Router:
         *,
         index: int = 0,
         count: int = 1,
+        first_token: FirstToken | None = None,
         metrics: RouterMetrics | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -64,6 +68,7 @@ class Router:
         self.placer = Placer(options, self.pools, index=index, count=count)
         self.index = index
         self.metrics = metrics
+        self._first_token = first_token or FirstToken(enabled=options.first_token)
         self._journal = journal
         self._clock = clock
         self._by_request: dict[str, Journey] = {}
@@ -114,7 +119,8 @@ class Router:
             predicted,
             given=("warm_up", pair[0]) if pair else None,
         )
-        leg = legs.prefill_leg(request, choice.rank)
+        bypass = self._first_token.why_not(request)
+        leg = legs.prefill_leg(request, choice.rank, first_token=bypass is None)
         journey = Journey(
             request=request,
             stage=Stage.PREFILL,
@@ -125,6 +131,7 @@ class Router:
             choices=[choice],
             booking=self._book(choice, tokens, 1),
             given_decode=("warm_up", pair[1]) if pair else None,
+            bypass=bypass,
             done=done,
         )
         self._by_request[request.request_id] = journey
@@ -238,6 +245,8 @@ class Router:
             journey.unread_kv = None
         if journey.first_token_s is None:
             journey.first_token_s = self._clock()
+        elif journey.sent_early:
+            self._continue_early(journey, output)
         if output.prefill_stats is not None and journey.prefill_stats is not None:
             # What the prompt cost was decided where it ran: usage must not call a
             # transferred prompt a cached one.
@@ -269,10 +278,56 @@ class Router:
             return None
         if output.finish_reason not in _PREFILLED:
             return self._fail(journey, output)
-        to_send.append(self._begin_decode(journey))
-        return None
+        if journey.bypass is None:
+            journey.bypass = _why_not_exact(journey)
+        if journey.bypass is not None:
+            self._tell_bypass(journey.bypass)
+            to_send.append(self._begin_decode(journey))
+            return None
+        return self._send_early(journey, output, to_send)
 
-    def _begin_decode(self, journey: Journey) -> EngineCoreRequest:
+    def _tell_bypass(self, cause: str) -> None:
+        if self.metrics and cause != "off":
+            self.metrics.first_token_bypassed(cause)
+
+    def _send_early(
+        self,
+        journey: Journey,
+        output: EngineCoreOutput,
+        to_send: list[EngineCoreRequest],
+    ) -> EngineCoreOutput | None:
+        """Make the prefill leg's answer the request's first token."""
+        journey.first_token_s = journey.prefill_s
+        journey.output_tokens = len(output.new_token_ids)
+        output.request_id = journey.request.request_id
+        output.kv_transfer_params = None
+        if self.metrics and journey.done is None:
+            self.metrics.first_token_sent()
+        if self._first_token.is_last(journey.request, output):
+            self._free_unread(journey, to_send)
+            self._end(journey, str(output.finish_reason))
+        else:
+            output.finish_reason = None
+            to_send.append(self._begin_decode(journey, output.new_token_ids))
+        return output if journey.done is None else None
+
+    def _continue_early(self, journey: Journey, output: EngineCoreOutput) -> None:
+        """The decode leg goes on from a first token that the client has already."""
+        if journey.pause_s is None and journey.first_token_s is not None:
+            journey.pause_s = self._clock() - journey.first_token_s
+            if self.metrics and journey.done is None:
+                self.metrics.paused(journey.pause_s)
+        if output.events is not None:
+            # vLLM would take the second queue for the first: a negative queue time.
+            output.events = [
+                event
+                for event in output.events
+                if event.type == EngineCoreEventType.PREEMPTED
+            ] or None
+
+    def _begin_decode(
+        self, journey: Journey, first_token: list[int] | None = None
+    ) -> EngineCoreRequest:
         if not journey.unread_kv:
             logger.warning(
                 "prefill engine %d kept no KV cache of %s: its decode engine computes "
@@ -290,7 +345,10 @@ class Router:
         journey.stage = Stage.DECODE
         journey.leg_id = journey.request.request_id
         journey.booking = self._book(choice, tokens, predicted)
-        return legs.decode_leg(journey.request, choice.rank, journey.unread_kv)
+        journey.sent_early = first_token is not None
+        return legs.decode_leg(
+            journey.request, choice.rank, journey.unread_kv, first_token
+        )
 
     def _free_unread(self, journey: Journey, to_send: list[EngineCoreRequest]) -> None:
         """Free a KV cache that no decode leg has read."""
@@ -362,3 +420,13 @@ class Router:
             return
         if self._journal is not None:
             self._journal.write(journey.record(self._clock(), finish, self.index))
+
+
+def _why_not_exact(journey: Journey) -> str | None:
+    """Why a prefill leg's token is not the text's next one, or None.
+
+    Some models (state spaces, look-ahead) leave the end of the prompt to the decode
+    engine; without a cache to read nothing tells what was computed.
+    """
+    computed = (journey.unread_kv or {}).get("remote_num_tokens")
+    return None if computed == journey.prompt_tokens else "partial_prefill"
