@@ -37,7 +37,7 @@ _POLICY_KEYS = {
 }
 
 #: Keys that mean something only where prefill has engines of its own.
-_SPLIT_KEYS = ("warm_up", "first_token")
+_SPLIT_KEYS = ("warm_up", "first_token", "kv_load_failure")
 
 #: Where the connector is that gives each rank its role.
 CONNECTOR_MODULE = "vllm_calrouter.engine.connector"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -39,6 +39,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
+    kv_load_failure: Literal["recompute", "fail"] = "recompute"
     journal: str | None = None
     prefill_max_num_seqs: _Count | None = None
     prefill_max_num_batched_tokens: _Count | None = None
@@ -67,6 +68,8 @@ HELP = {
     "reports healthy.",
     "first_token": "on or off: send a request's first token straight from its prefill "
     "engine, where that is exact. Off: every token comes from the decode engine.",
+    "kv_load_failure": "recompute or fail: what a decode engine does with a request "
+    "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",
     "prefill_max_num_seqs": "max_num_seqs of the prefill engines.",
     "prefill_max_num_batched_tokens": "max_num_batched_tokens of the prefill engines.",

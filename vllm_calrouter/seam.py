@@ -241,6 +241,7 @@ def _activate(config: VllmConfig, options: RouterOptions) -> None:
         # and the module changes.
         config.kv_transfer_config.kv_connector = "NixlConnector"
         config.kv_transfer_config.kv_connector_module_path = launch.CONNECTOR_MODULE
+        config.kv_transfer_config.kv_load_failure_policy = options.kv_load_failure
     _install_scheduler(config)
     _install_client()
     _install_endpoints()

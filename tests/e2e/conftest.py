@@ -45,6 +45,7 @@ def split(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
             *("--lora-modules", f"adapter={lora}"),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             "--enable-prompt-tokens-details",
+            *("--max-logprobs", "-1"),
         ],
         log=folder / "server.log",
     )

@@ -14,7 +14,7 @@ from vllm.v1.engine import (
 
 KV = {
     "do_remote_prefill": True,
-    "remote_num_tokens": 0,
+    "remote_num_tokens": 10,
     "remote_block_ids": ([1],),
     "remote_engine_id": "p",
 }

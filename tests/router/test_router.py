@@ -23,7 +23,7 @@ class Lines(list[dict[str, Any]]):
 
 
 def split_router(**options: Any) -> Router:
-    options = {"policy": "round_robin", "prefill": 2, **options}
+    options = {"policy": "round_robin", "prefill": 2, "first_token": False, **options}
     return Router(RouterOptions(**options), 6, journal=Lines())  # type: ignore[arg-type]
 
 
@@ -230,7 +230,10 @@ events = st.lists(
     st.tuples(
         st.integers(0, 7),
         st.sampled_from(
-            ["begin", "prefilled", "failed", "token", "end", "abort", "drop", "unsent"]
+            [
+                *("begin", "prefilled", "stopped", "failed", "token", "end"),
+                *("abort", "drop", "unsent"),
+            ]
         ),
     ),
     max_size=120,
@@ -238,12 +241,12 @@ events = st.lists(
 
 
 @settings(max_examples=400)
-@given(events, st.sampled_from([0, 2]))
+@given(events, st.sampled_from([0, 2]), st.booleans())
 def test_load_is_zero_after_any_interleaving(
-    happenings: list[tuple[int, str]], prefill: int
+    happenings: list[tuple[int, str]], prefill: int, first_token: bool
 ) -> None:
     """Whatever order begins, answers, aborts and losses come in, twice or never."""
-    router = split_router(prefill=prefill)
+    router = split_router(prefill=prefill, first_token=first_token)
     begun = 0
     for number, event in happenings:
         begun += event == "begin" and str(number) not in router
@@ -261,6 +264,10 @@ def happen(router: Router, name: str, event: str) -> None:
             router.begin(request(name))
     elif event == "prefilled":
         router.answered(answer(prefilled(name)))
+    elif event == "stopped":
+        output = prefilled(name)
+        output.finish_reason = FinishReason.STOP
+        router.answered(answer(output))
     elif event == "failed":
         output = EngineCoreOutput(
             f"{name}-prefill", [], finish_reason=FinishReason.ERROR
