@@ -28,6 +28,20 @@ def test_options_survive_the_way_to_another_process() -> None:
 
 
 @pytest.mark.parametrize(
+    ("word", "value"), [("on", True), ("off", False), (True, True), (False, False)]
+)
+@pytest.mark.parametrize("key", ["warm_up", "first_token"])
+def test_switches_are_on_or_off(key: str, word: object, value: bool) -> None:
+    assert getattr(parse({"prefill": 1, key: word}), key) is value
+
+
+def test_on_and_off_mean_nothing_where_no_switch_is() -> None:
+    assert parse({"journal": "on"}).journal == "on"
+    with pytest.raises(OptionError, match="prefill"):
+        parse({"prefill": "on"})
+
+
+@pytest.mark.parametrize(
     ("config", "says"),
     [
         ({"prefil": 2}, "did you mean 'prefill'"),
@@ -36,6 +50,8 @@ def test_options_survive_the_way_to_another_process() -> None:
         ({"prefill": -1}, "--router-config.prefill"),
         ({"prefill": True}, "--router-config.prefill"),
         ({"warm_up": "no"}, "--router-config.warm_up"),
+        ({"first_token": "maybe"}, "--router-config.first_token"),
+        ({"kv_load_failure": "retry"}, "--router-config.kv_load_failure"),
         ({"long_share": 0}, "--router-config.long_share"),
         ({"decode_max_num_seqs": 0}, "--router-config.decode_max_num_seqs"),
         ({"policy": "best"}, "vllm, round_robin"),

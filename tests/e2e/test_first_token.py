@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import uuid
 from collections import Counter
 from typing import Any
 
@@ -20,10 +21,6 @@ ONE_ENGINE = 2
 EOS = "<|im_end|>"
 
 
-def last_line(server: Server, before: int) -> dict[str, Any]:
-    return server.journal_lines(before + 1)[-1]
-
-
 def eos_id(server: Server) -> int:
     answer = server.post("/tokenize", prompt=EOS, add_special_tokens=False)
     (number,) = answer["tokens"]
@@ -34,10 +31,10 @@ def eos_id(server: Server) -> int:
 def both(server: Server, prompt: list[int], **body: Any) -> tuple[Any, dict[str, Any]]:
     """A completion over two legs, equal to one engine's, and its journal line."""
     expected = server.complete(prompt, rank=ONE_ENGINE, **body)
-    before = len(server.journal_lines())
-    choice = server.complete(prompt, **body)
+    name = uuid.uuid4().hex
+    choice = server.complete(prompt, request_id=name, **body)
     assert choice == expected
-    return choice, last_line(server, before)
+    return choice, server.line_of(name)
 
 
 def test_ends_at_once(split: Server) -> None:
