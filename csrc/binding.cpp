@@ -30,12 +30,13 @@ py::tuple scores_of(const Policy& policy) {
 
 py::dict terms_of(const Policy& policy) {
   py::dict result;
-  const std::vector<Price>& prices = policy.prices();
-  for (std::size_t i = 0; i < prices.size(); ++i) {
+  if (!policy.prices()) return result;
+  for (std::size_t place = 0; place < policy.scores().size(); ++place) {
+    const Price price = policy.terms(place);
     py::dict terms;
     for (std::size_t term = 0; term < kTerms; ++term)
-      terms[kTermNames[term]] = prices[i][term];
-    result[py::int_(policy.scores()[i].rank)] = terms;
+      terms[kTermNames[term]] = price[term];
+    result[py::int_(policy.scores()[place].rank)] = terms;
   }
   return result;
 }
@@ -163,18 +164,13 @@ void bind_table(py::module_& m) {
            py::arg("waiting"), py::arg("waiting_remote"), py::arg("kv_total_blocks"),
            py::arg("kv_free_blocks"), py::arg("kv_pinned_blocks"),
            py::arg("block_tokens"), py::arg("now_s"))
-      .def(
-          "silence_s",
-          [](const Table& t, std::int64_t rank, double now_s) {
-            return t.engine(rank).silence_s(now_s);
-          },
-          py::arg("rank"), py::arg("now_s"))
+      .def("silence_s", &Table::silence_s, py::arg("rank"), py::arg("now_s"))
       .def(
           "heard",
           [](const Table& t, std::int64_t rank) -> py::object {
-            const Engine& engine = t.engine(rank);
-            if (!engine.heard) return py::none();
-            return told(engine.message);
+            const Message* message = t.heard(rank);
+            if (!message) return py::none();
+            return told(*message);
           },
           py::arg("rank"))
       .def(

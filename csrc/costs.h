@@ -33,12 +33,6 @@ struct Costs {
            decode_per_context_token_s * context_tokens;
   }
 
-  /// Seconds to read the KV cache of `tokens` while `others` are being read, too.
-  double transfer_s(double tokens, double others) const {
-    const double bytes = tokens * static_cast<double>(kv_bytes_per_token);
-    return transfer_base_s + bytes / transfer_bytes_per_s * (1.0 + others);
-  }
-
   /// Throws std::invalid_argument naming the first constant that cannot be.
   void check() const {
     require_not_negative("prefill_base_s", prefill_base_s);

@@ -6,7 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
@@ -104,14 +104,15 @@ class Ledger {
     return number;
   }
 
-  /// Ends a booking. False when the number is unknown or was released before, so that
-  /// two ways of noticing an end can never count it twice.
-  bool release(std::int64_t number) {
+  /// Ends a booking and returns its engine. Nothing when the number is unknown or was
+  /// released before, so that two ways of noticing an end can never count it twice.
+  std::optional<std::size_t> release(std::int64_t number) {
     const auto found = open_.find(number);
-    if (found == open_.end()) return false;
+    if (found == open_.end()) return std::nullopt;
+    const std::size_t rank = found->second.rank;
     unlink(found->second);
     open_.erase(found);
-    return true;
+    return rank;
   }
 
   /// Drops every booking whose lease has passed and returns how many. One that was

@@ -197,19 +197,16 @@ class Pricing : public Policy {
   Pricing(std::size_t begin, std::size_t end, const PolicyOptions& options)
       : Policy(begin, end),
         serves_(options.serves),
-        routers_(static_cast<double>(options.routers)),
         weights_(options.weights),
         turn_(options.start) {
-    if (options.routers < 1) throw std::invalid_argument("routers must be at least 1");
     weights_.check();
-    prices_.reserve(end - begin);
   }
 
-  const std::vector<Price>& prices() const override { return prices_; }
+  bool prices() const override { return true; }
 
   std::string reason() const override {
     if (scores_.empty()) return "nothing chosen yet";
-    const Price& price = prices_[best_];
+    const Price price = terms(best_);
     const auto most = std::max_element(price.begin(), price.end()) - price.begin();
     char text[120];
     std::snprintf(text, sizeof text, "least of %zu prices: %.4f s, most of it %s%s",
@@ -219,40 +216,41 @@ class Pricing : public Policy {
   }
 
  protected:
-  virtual Price price(const Table& table, std::size_t rank, const Demand& demand) = 0;
-
-  std::size_t choose(Table& table, const Demand& demand) override {
-    prices_.clear();
-    const bool all = !any_alive(table, demand.now_s);
+  /// Picks by the least of `seconds_at(rank)` among the engines that are alive, or all
+  /// if none is. Equal prices take turns.
+  template <class SecondsAt>
+  std::size_t cheapest(const Table& table, double now_s, SecondsAt&& seconds_at) {
+    const bool all = !any_alive(table, now_s);
     double least_s = std::numeric_limits<double>::infinity();
     best_ = 0;
-    for (std::size_t i = 0; i < size(); ++i) {
-      const std::size_t rank = begin() + (turn_ + i) % size();
-      const Engine& engine = table.engine_at(rank);
-      if (!engine.has_costs)
+    std::size_t rank = begin() + turn_ % size();
+    for (std::size_t i = 0; i < size(); ++i, rank = next(rank)) {
+      if (!table.pulse_at(rank).has_costs)
         throw std::logic_error("no costs were set for rank " + std::to_string(rank));
-      if (!all && is_dead(table, rank, demand.now_s)) continue;
-      prices_.push_back(price(table, rank, demand));
-      const double seconds = total_s(prices_.back());
+      if (!all && is_dead(table, rank, now_s)) continue;
+      const double seconds = seconds_at(rank);
       if (seconds < least_s) {
         least_s = seconds;
         best_ = scores_.size();
       }
       scores_.push_back({rank, seconds});
     }
-    const std::size_t rank = scores_[best_].rank;
-    turn_ = rank - begin() + 1;
-    return rank;
+    const std::size_t chosen = scores_[best_].rank;
+    turn_ = chosen - begin() + 1;
+    return chosen;
   }
 
-  Serves serves_;
-  double routers_;
-  Weights weights_;
+  const Serves serves_;
+  const Weights weights_;
 
  private:
+  std::size_t next(std::size_t rank) const {
+    return rank + 1 == end() ? begin() : rank + 1;
+  }
+
   static bool is_dead(const Table& table, std::size_t rank, double now_s) {
-    const Engine& engine = table.engine_at(rank);
-    return engine.heard && engine.silence_s(now_s) > table.patience().dead_s;
+    const Pulse& pulse = table.pulse_at(rank);
+    return pulse.was_heard() && now_s - pulse.heard_s > table.patience().dead_s;
   }
 
   bool any_alive(const Table& table, double now_s) const {
@@ -261,25 +259,63 @@ class Pricing : public Policy {
     return false;
   }
 
-  std::vector<Price> prices_;
   std::size_t best_ = 0;  // its place among the candidates
   std::size_t turn_;
 };
 
 /// The least price in seconds (docs/pricing.md): what the engine has to do first, what
 /// the request itself costs there, and what it costs those who come after. Engines long
-/// silent are left out; equal prices take turns. Loses to `least_loaded` where requests
-/// are all of one size, when lengths are guessed wrong and slots do not bind.
+/// silent are left out. Loses to counting where requests are all of one size, so that
+/// there is nothing to price.
 class Calibrated final : public Pricing {
  public:
-  using Pricing::Pricing;
+  Calibrated(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Pricing(begin, end, options),
+        routers_(static_cast<double>(options.routers)),
+        known_(end - begin) {
+    if (options.routers < 1) throw std::invalid_argument("routers must be at least 1");
+  }
   const char* name() const override { return "calibrated"; }
 
- protected:
-  Price price(const Table& table, std::size_t rank, const Demand& demand) override {
-    return price_of(table.engine_at(rank), table.account_at(rank), table.patience(),
-                    serves_, routers_, weights_, demand);
+  Price terms(std::size_t place) const override {
+    const Known& known = known_[scores_[place].rank - begin()];
+    return price_of(known.offer, serves_, weights_, demand_, known.silence_s);
   }
+
+ protected:
+  std::size_t choose(Table& table, const Demand& demand) override {
+    demand_ = demand;
+    const double normal_s = table.patience().stale_s;
+    return cheapest(table, demand.now_s, [&](std::size_t rank) {
+      const Known& known = look(table, rank, normal_s);
+      return total_s(price_of(known.offer, serves_, weights_, demand_, known.silence_s));
+    });
+  }
+
+ private:
+  /// One engine as it was when last looked at.
+  struct Known {
+    std::uint64_t version = 0;
+    double silence_s = 0.0;
+    Offer offer;
+  };
+
+  const Known& look(const Table& table, std::size_t rank, double normal_s) {
+    Known& known = known_[rank - begin()];
+    const Pulse& pulse = table.pulse_at(rank);
+    if (known.version != pulse.version) {
+      known.version = pulse.version;
+      known.offer =
+          offer_of(table.engine_at(rank), table.account_at(rank), serves_, routers_);
+    }
+    // Who was never heard (at infinity) has nothing to be silent about.
+    known.silence_s = std::max(0.0, demand_.now_s - pulse.heard_s - normal_s);
+    return known;
+  }
+
+  double routers_;
+  std::vector<Known> known_;
+  Demand demand_;
 };
 
 /// The score of the study "Calibrate, Then Route", as docs/pricing.md reads it: seconds
@@ -288,14 +324,26 @@ class Calibrated final : public Pricing {
 /// slots and batching, and to other routers. Loses when slots bind.
 class Paper final : public Pricing {
  public:
-  using Pricing::Pricing;
+  Paper(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Pricing(begin, end, options), prices_(end - begin) {}
   const char* name() const override { return "paper"; }
 
- protected:
-  Price price(const Table& table, std::size_t rank, const Demand& demand) override {
-    return paper_price_of(table.engine_at(rank), table.account_at(rank), serves_,
-                          weights_, demand);
+  Price terms(std::size_t place) const override {
+    return prices_[scores_[place].rank - begin()];
   }
+
+ protected:
+  std::size_t choose(Table& table, const Demand& demand) override {
+    return cheapest(table, demand.now_s, [&](std::size_t rank) {
+      Price& price = prices_[rank - begin()];
+      price = paper_price_of(table.engine_at(rank), table.account_at(rank), serves_,
+                             weights_, demand);
+      return total_s(price);
+    });
+  }
+
+ private:
+  std::vector<Price> prices_;
 };
 
 inline constexpr const char* kPolicyNames[] = {"vllm", "round_robin", "least_loaded",

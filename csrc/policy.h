@@ -48,11 +48,14 @@ class Policy {
   /// Candidates of the last pick, in the order they were looked at.
   const std::vector<Score>& scores() const { return scores_; }
 
-  /// The terms of each score of the last pick, in the same order; empty where a policy
-  /// prices nothing.
-  virtual const std::vector<Price>& prices() const {
-    static const std::vector<Price> none;
-    return none;
+  /// Whether scores are prices, which have terms.
+  virtual bool prices() const { return false; }
+
+  /// What the score of a candidate of the last pick is the sum of; `place` is that in
+  /// `scores()`. As it was at the pick, whatever the table went through since.
+  virtual Price terms(std::size_t place) const {
+    throw std::logic_error("policy " + std::string(name()) + " prices nothing, place " +
+                           std::to_string(place));
   }
 
   std::size_t begin() const { return begin_; }

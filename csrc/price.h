@@ -65,61 +65,107 @@ struct Weights {
   }
 };
 
-/// An engine's load as it is priced: its last message, and what it cannot include yet.
-struct Load {
-  double prefill_tokens;     // Q
-  double prefill_tokens_sq;  // sum of squares over those prompts
-  double sequences;          // N
-  double output_tokens;      // W, still to come
-  double context_tokens;     // C
-  double transfers;          // KV caches being read
-  double kv_tokens;          // K, taken or about to be
-  double kv_capacity_tokens;
+/// What of an engine's price no request changes; made again when the engine's figures
+/// do. Letters are those of docs/pricing.md.
+struct Offer {
+  double backlog_s = 0.0;                 // prefill_backlog_s
+  double prefill_base_s = 0.0;
+  double prefill_per_token_s = 0.0;
+  double prefill_per_token_sq_s = 0.0;
+  double transfer_base_s = 0.0;
+  double transfer_per_token_s = 0.0;
+  double step_base_s = 0.0;               // of a step of n sequences without context
+  double step_per_context_token_s = 0.0;
+  double context_tokens = 0.0;            // C
+  double batch_share = 1.0;               // n / (N + 1)
+  double slot_use = 0.0;                  // a
+  double mean_left_tokens = 0.0;          // R; 0: unknown
+  double kv_tokens = 0.0;                 // K
+  double kv_use_per_token = 0.0;          // 1 / capacity
+
+  double prefill_s(double tokens) const {
+    return prefill_base_s + prefill_per_token_s * tokens +
+           prefill_per_token_sq_s * tokens * tokens;
+  }
 };
+
+inline double number(std::int64_t count) { return static_cast<double>(count); }
+inline double number(std::uint64_t count) { return static_cast<double>(count); }
+
+/// Seconds until the prompts ahead are computed, batched as far as a step allows. The
+/// lengths of those that the engine told of are taken to be equal.
+inline double prefill_backlog_s(const Engine& engine, double unseen_tokens,
+                                double unseen_tokens_sq) {
+  const Message& m = engine.message;
+  const Costs& costs = engine.costs;
+  const double told = number(m.prefill_tokens);
+  const double tokens = told + unseen_tokens;
+  const double tokens_sq =
+      told * told / std::max(1.0, number(m.running + m.waiting)) + unseen_tokens_sq;
+  const double steps = tokens / number(engine.limits.max_num_batched_tokens);
+  return costs.prefill_base_s * steps + costs.prefill_per_token_s * tokens +
+         costs.prefill_per_token_sq_s * tokens_sq;
+}
+
+/// Tokens of KV capacity, as told, else as calibrated.
+inline double kv_capacity_tokens(const Engine& engine) {
+  const double told =
+      number(engine.message.kv_total_blocks) * number(engine.message.block_tokens);
+  return told > 0.0 ? told : number(engine.costs.kv_capacity_tokens);
+}
+
+/// Tokens of KV that are taken, and will be by the sequences that wait for theirs: on a
+/// decode engine those are taken to be as long as the running ones.
+inline double kv_told_tokens(const Message& m, Serves serves) {
+  const double taken = number(m.kv_total_blocks - m.kv_free_blocks);
+  double tokens = taken * number(m.block_tokens) + number(m.prefill_tokens);
+  if (serves == Serves::Decode && m.running > 0)
+    tokens += number(m.waiting) * number(m.context_tokens) / number(m.running);
+  return tokens;
+}
 
 /// `routers`: how many share the engines; each is taken to have as much unseen as this
 /// one has.
-inline Load load_of(const Engine& engine, const Account& own, Serves serves,
-                    double routers) {
+inline Offer offer_of(const Engine& engine, const Account& own, Serves serves,
+                      double routers) {
   const Message& m = engine.message;
+  const Costs& costs = engine.costs;
   const Tally& prefill = own.unseen[0];
   const Tally& decode = own.unseen[1];
-  const auto number = [](auto count) { return static_cast<double>(count); };
-  const double told = number(m.prefill_tokens);
   double unseen = number(prefill.uncached_tokens);
   double unseen_sq = number(prefill.uncached_tokens_sq);
   if (serves == Serves::Both) {
     unseen += number(decode.uncached_tokens);
     unseen_sq += number(decode.uncached_tokens_sq);
   }
-  Load load;
-  load.prefill_tokens = told + routers * unseen;
-  load.prefill_tokens_sq =
-      told * told / std::max(1.0, number(m.running + m.waiting)) + routers * unseen_sq;
-  load.sequences = number(m.running) + number(m.waiting) + number(m.waiting_remote) +
-                   routers * number(prefill.legs + decode.legs);
-  load.output_tokens = number(m.output_tokens) + routers * number(decode.output_tokens);
-  load.context_tokens =
-      number(m.context_tokens) + routers * number(decode.prompt_tokens);
-  load.transfers = number(m.waiting_remote) + routers * number(decode.legs);
-  const double block = number(m.block_tokens);
-  load.kv_tokens = (number(m.kv_total_blocks) - number(m.kv_free_blocks)) * block + told +
-                   routers * number(prefill.prompt_tokens + decode.prompt_tokens);
-  if (serves == Serves::Decode && m.running > 0)
-    load.kv_tokens += number(m.waiting) * number(m.context_tokens) / number(m.running);
-  const double told_capacity = number(m.kv_total_blocks) * block;
-  load.kv_capacity_tokens =
-      told_capacity > 0.0 ? told_capacity : number(engine.costs.kv_capacity_tokens);
-  return load;
-}
+  const double sequences = number(m.running) + number(m.waiting) +
+                           number(m.waiting_remote) +
+                           routers * number(prefill.legs + decode.legs);
+  const double slots = number(engine.limits.max_num_seqs);
+  const double batch = std::min(sequences + 1.0, slots);
+  const double output =
+      number(m.output_tokens) + routers * number(decode.output_tokens);
+  const double transfers = number(m.waiting_remote) + routers * number(decode.legs);
 
-/// Seconds until the prompts ahead are computed, batched as far as the step allows.
-inline double prefill_backlog_s(const Load& load, const Engine& engine) {
-  const Costs& costs = engine.costs;
-  const double steps =
-      load.prefill_tokens / static_cast<double>(engine.limits.max_num_batched_tokens);
-  return costs.prefill_base_s * steps + costs.prefill_per_token_s * load.prefill_tokens +
-         costs.prefill_per_token_sq_s * load.prefill_tokens_sq;
+  Offer offer;
+  offer.backlog_s = prefill_backlog_s(engine, routers * unseen, routers * unseen_sq);
+  offer.prefill_base_s = costs.prefill_base_s;
+  offer.prefill_per_token_s = costs.prefill_per_token_s;
+  offer.prefill_per_token_sq_s = costs.prefill_per_token_sq_s;
+  offer.transfer_base_s = costs.transfer_base_s;
+  offer.transfer_per_token_s = number(costs.kv_bytes_per_token) /
+                               costs.transfer_bytes_per_s * (1.0 + transfers);
+  offer.step_base_s = costs.decode_base_s + costs.decode_per_seq_s * batch;
+  offer.step_per_context_token_s = costs.decode_per_context_token_s;
+  offer.context_tokens =
+      number(m.context_tokens) + routers * number(decode.prompt_tokens);
+  offer.batch_share = batch / (sequences + 1.0);
+  offer.slot_use = (sequences + 1.0) / slots;
+  offer.mean_left_tokens = sequences > 0.0 ? output / sequences : 0.0;
+  offer.kv_tokens = kv_told_tokens(m, serves) +
+                    routers * number(prefill.prompt_tokens + decode.prompt_tokens);
+  offer.kv_use_per_token = 1.0 / kv_capacity_tokens(engine);
+  return offer;
 }
 
 /// Seconds by which `expected_s` misses a target; 0 without one.
@@ -127,38 +173,33 @@ inline double excess_s(double expected_s, double target_s) {
   return target_s == 0.0 ? 0.0 : std::max(0.0, expected_s - target_s);
 }
 
-inline void price_prefill(const Load& load, const Engine& engine, const Demand& demand,
+inline void price_prefill(const Offer& offer, const Demand& demand,
                           const Weights& weights, Price& price) {
-  const Costs& costs = engine.costs;
-  const double prompt = static_cast<double>(demand.prompt_tokens);
-  const double own = costs.prefill_s(prompt - static_cast<double>(demand.cached_tokens));
-  const double backlog = price[kPrefillBacklog];
-  const double use = (load.kv_tokens + prompt) / load.kv_capacity_tokens;
-  const double overflow_tokens = std::max(0.0, use - 1.0) * load.kv_capacity_tokens;
+  const double prompt = number(demand.prompt_tokens);
+  const double own = offer.prefill_s(prompt - number(demand.cached_tokens));
+  const double kv_use = (offer.kv_tokens + prompt) * offer.kv_use_per_token;
+  // What does not fit takes at least as long to go as it would take to compute.
+  const double overflow_tokens =
+      std::max(0.0, kv_use - 1.0) / offer.kv_use_per_token;
   price[kPrefillOwn] = own;
   price[kKvPressure] =
-      weights.kv * own * use * use + overflow_tokens * costs.prefill_per_token_s;
-  price[kSlo] = weights.slo * excess_s(backlog + own, demand.slo_ttft_s);
+      weights.kv * own * kv_use * kv_use + overflow_tokens * offer.prefill_per_token_s;
+  price[kSlo] = weights.slo * excess_s(offer.backlog_s + own, demand.slo_ttft_s);
 }
 
-/// Adds decode's terms to `price`; `before_s` is what passes before decode can begin.
-inline void price_decode(const Load& load, const Engine& engine, const Demand& demand,
+/// `before_s` is what passes before decode can begin.
+inline void price_decode(const Offer& offer, const Demand& demand,
                          const Weights& weights, double before_s, Price& price) {
-  const Costs& costs = engine.costs;
-  const double prompt = static_cast<double>(demand.prompt_tokens);
-  const double output = static_cast<double>(demand.output_tokens);
-  const double slots = static_cast<double>(engine.limits.max_num_seqs);
-  const double sequences = load.sequences + 1.0;
-  const double batch = std::min(sequences, slots);
+  const double prompt = number(demand.prompt_tokens);
+  const double output = number(demand.output_tokens);
   const double context =
-      (load.context_tokens + prompt + 0.5 * output) * (batch / sequences);
-  const double step = costs.step_s(batch, context);
+      (offer.context_tokens + prompt + 0.5 * output) * offer.batch_share;
+  const double step = offer.step_base_s + offer.step_per_context_token_s * context;
   const double own = output * step;
-  const double slot_use = sequences / slots;
-  const double kv_use = (load.kv_tokens + prompt) / load.kv_capacity_tokens;
-  const bool lengths_known = load.sequences > 0.0 && load.output_tokens > 0.0;
+  const double slot_use = offer.slot_use;
+  const double kv_use = (offer.kv_tokens + prompt) * offer.kv_use_per_token;
   const double mean_left =
-      lengths_known ? load.output_tokens / load.sequences : output;
+      offer.mean_left_tokens > 0.0 ? offer.mean_left_tokens : output;
   const double wait =
       std::max(0.0, std::max(slot_use, kv_use) - 1.0) * mean_left * step;
   price[kDecodeWait] = wait;
@@ -169,35 +210,27 @@ inline void price_decode(const Load& load, const Engine& engine, const Demand& d
                                output * excess_s(step, demand.slo_tpot_s));
 }
 
-/// Seconds of silence beyond what is normal: an engine not heard of for so long may
-/// stay stuck as long again. One never heard of has nothing to be silent about.
-inline double silence_beyond_s(const Engine& engine, const Patience& patience,
-                               double now_s) {
-  if (!engine.heard) return 0.0;
-  return std::max(0.0, engine.silence_s(now_s) - patience.stale_s);
-}
-
-/// The price of one engine's part in serving a request.
-inline Price price_of(const Engine& engine, const Account& own, const Patience& patience,
-                      Serves serves, double routers, const Weights& weights,
-                      const Demand& demand) {
+/// The price of one engine's part in serving a request. `silence_s` beyond what is
+/// normal counts in full: who was not heard of for so long may stay stuck as long again.
+inline Price price_of(const Offer& offer, Serves serves, const Weights& weights,
+                      const Demand& demand, double silence_s) {
   Price price{};
-  const Load load = load_of(engine, own, serves, routers);
-  const double backlog = prefill_backlog_s(load, engine);
-  price[kPrefillBacklog] = backlog;
+  price[kPrefillBacklog] = offer.backlog_s;
+  price[kSilence] = silence_s;
   if (serves == Serves::Prefill) {
-    price_prefill(load, engine, demand, weights, price);
-  } else if (serves == Serves::Decode) {
-    price[kTransfer] = engine.costs.transfer_s(static_cast<double>(demand.prompt_tokens),
-                                               load.transfers);
-    price_decode(load, engine, demand, weights, backlog + price[kTransfer], price);
-  } else {
-    const double uncached =
-        static_cast<double>(demand.prompt_tokens - demand.cached_tokens);
-    price[kPrefillOwn] = engine.costs.prefill_s(uncached);
-    price_decode(load, engine, demand, weights, backlog + price[kPrefillOwn], price);
+    price_prefill(offer, demand, weights, price);
+    return price;
   }
-  price[kSilence] = silence_beyond_s(engine, patience, demand.now_s);
+  double before_s = 0.0;
+  if (serves == Serves::Decode) {
+    before_s = offer.transfer_base_s +
+               offer.transfer_per_token_s * number(demand.prompt_tokens);
+    price[kTransfer] = before_s;
+  } else {
+    before_s = offer.prefill_s(number(demand.prompt_tokens - demand.cached_tokens));
+    price[kPrefillOwn] = before_s;
+  }
+  price_decode(offer, demand, weights, offer.backlog_s + before_s, price);
   return price;
 }
 
@@ -207,7 +240,6 @@ inline Price paper_price_of(const Engine& engine, const Account& own, Serves ser
                             const Weights& weights, const Demand& demand) {
   Price price{};
   const Costs& costs = engine.costs;
-  const auto number = [](auto count) { return static_cast<double>(count); };
   const double uncached = number(demand.prompt_tokens - demand.cached_tokens);
   double kv_tokens = number(demand.prompt_tokens);
   if (serves != Serves::Decode) {
@@ -233,13 +265,11 @@ inline Price paper_price_of(const Engine& engine, const Account& own, Serves ser
   }
   price[kSlo] *= weights.slo;
   const Message& m = engine.message;
-  const double told_capacity = number(m.kv_total_blocks) * number(m.block_tokens);
-  const bool told = told_capacity > 0.0;
+  const bool told = m.kv_total_blocks > 0;
   kv_tokens += told ? number(m.kv_total_blocks - m.kv_free_blocks) * number(m.block_tokens)
                     : number(own.open[0].prompt_tokens + own.open[1].prompt_tokens +
                              own.open[1].output_tokens);
-  price[kKvPressure] = weights.kv * kv_tokens /
-                       (told ? told_capacity : number(costs.kv_capacity_tokens));
+  price[kKvPressure] = weights.kv * kv_tokens / kv_capacity_tokens(engine);
   return price;
 }
 

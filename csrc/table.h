@@ -3,9 +3,12 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -43,18 +46,28 @@ struct Counts {
 
 struct Engine {
   Message message;
-  bool heard = false;
-  bool has_costs = false;
   Costs costs;
   Limits limits;
   Counts counts;
   std::int64_t retired_incarnation = 0;
   bool restarted = false;
+};
 
-  /// Seconds since the last message; infinite when there was none.
-  double silence_s(double now_s) const {
-    if (!heard) return std::numeric_limits<double>::infinity();
-    return std::max(0.0, now_s - message.now_s);
+/// What a choice reads of every engine first; small, so that a thousand stay cached.
+struct Pulse {
+  // Another whenever a figure that is priced may have changed; no two tables share one.
+  std::uint64_t version = next_version();
+  double heard_s = kNever;
+  bool has_costs = false;
+
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
+  bool was_heard() const { return heard_s != kNever; }
+  void changed() { version = next_version(); }
+
+ private:
+  static std::uint64_t next_version() {
+    static std::atomic<std::uint64_t> last{0};
+    return last.fetch_add(1, std::memory_order_relaxed) + 1;
   }
 };
 
@@ -78,8 +91,13 @@ struct Patience {
 class Table {
  public:
   explicit Table(std::size_t engines, const Patience& patience = {})
-      : ledger_(engines, patience.lease_s), engines_(engines), patience_(patience) {
+      : ledger_(engines, patience.lease_s),
+        engines_(engines),
+        pulses_(engines),
+        patience_(patience) {
     patience.check();
+    // One by one: copies would share a version.
+    for (Pulse& pulse : pulses_) pulse.changed();
   }
 
   std::size_t engines() const { return engines_.size(); }
@@ -92,6 +110,19 @@ class Table {
   /// For loops over ranks that were checked before.
   const Engine& engine_at(std::size_t rank) const { return engines_[rank]; }
   const Account& account_at(std::size_t rank) const { return ledger_.account(rank); }
+  const Pulse& pulse_at(std::size_t rank) const { return pulses_[rank]; }
+
+  /// Seconds since an engine's last message; infinite when there was none.
+  double silence_s(std::int64_t rank, double now_s) const {
+    const Pulse& pulse = pulses_[checked(rank)];
+    return pulse.was_heard() ? std::max(0.0, now_s - pulse.heard_s) : Pulse::kNever;
+  }
+
+  /// The last message; nullptr when there was none.
+  const Message* heard(std::int64_t rank) const {
+    const std::size_t index = checked(rank);
+    return pulses_[index].was_heard() ? &engines_[index].message : nullptr;
+  }
 
   /// Own legs under way on an engine, of both phases.
   std::int64_t in_flight(std::int64_t rank) const {
@@ -102,12 +133,24 @@ class Table {
   std::int64_t book(std::int64_t rank, Phase phase, std::uint32_t prompt_tokens,
                     std::uint32_t output_tokens, std::uint32_t cached_tokens = 0,
                     double now_s = std::numeric_limits<double>::quiet_NaN()) {
-    return ledger_.book(checked(rank), phase, prompt_tokens, output_tokens,
-                        cached_tokens, now_s);
+    const std::size_t index = checked(rank);
+    const std::int64_t number = ledger_.book(index, phase, prompt_tokens, output_tokens,
+                                             cached_tokens, now_s);
+    pulses_[index].changed();
+    return number;
   }
 
-  bool release(std::int64_t number) { return ledger_.release(number); }
-  std::int64_t expire(double now_s) { return ledger_.expire(now_s); }
+  bool release(std::int64_t number) {
+    const std::optional<std::size_t> rank = ledger_.release(number);
+    if (rank) pulses_[*rank].changed();
+    return rank.has_value();
+  }
+
+  std::int64_t expire(double now_s) {
+    for (Pulse& pulse : pulses_) pulse.changed();
+    return ledger_.expire(now_s);
+  }
+
   std::size_t open_bookings() const { return ledger_.open_bookings(); }
   bool is_idle() const { return ledger_.is_idle(); }
 
@@ -117,28 +160,32 @@ class Table {
     const std::size_t index = checked(rank);
     check(message);
     Engine& engine = engines_[index];
-    if (engine.heard && !is_news(engine, message)) return false;
-    if (engine.heard && message.incarnation != engine.message.incarnation) {
+    Pulse& pulse = pulses_[index];
+    if (pulse.was_heard() && !is_news(engine, message)) return false;
+    if (pulse.was_heard() && message.incarnation != engine.message.incarnation) {
       engine.retired_incarnation = engine.message.incarnation;
       engine.restarted = true;
     }
     engine.message = message;
-    engine.heard = true;
+    pulse.heard_s = message.now_s;
+    pulse.changed();
     ledger_.see(index, message.booking_seen);
     return true;
   }
 
   void set_costs(std::int64_t rank, const Costs& costs) {
-    Engine& engine = engines_[checked(rank)];
+    const std::size_t index = checked(rank);
     costs.check();
-    engine.costs = costs;
-    engine.has_costs = true;
+    engines_[index].costs = costs;
+    pulses_[index].has_costs = true;
+    pulses_[index].changed();
   }
 
   void set_limits(std::int64_t rank, const Limits& limits) {
-    Engine& engine = engines_[checked(rank)];
+    const std::size_t index = checked(rank);
     limits.check();
-    engine.limits = limits;
+    engines_[index].limits = limits;
+    pulses_[index].changed();
   }
 
   void report(std::int64_t rank, std::int64_t waiting, std::int64_t running,
@@ -179,6 +226,7 @@ class Table {
 
   Ledger ledger_;
   std::vector<Engine> engines_;
+  std::vector<Pulse> pulses_;
   Patience patience_;
 };
 
