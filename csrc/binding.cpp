@@ -257,7 +257,7 @@ void bind_replay(py::module_& m) {
   m.def(
       "replay",
       [](Table& table, Policy& prefill, Policy& decode, const py::list& script,
-         std::size_t under_way) {
+         std::size_t under_way, bool all_new) {
         std::vector<Happening> happenings;
         for (const py::handle& item : script) {
           const auto [heard, prompt, output, now_s] =
@@ -268,11 +268,11 @@ void bind_replay(py::module_& m) {
           if (heard) next.heard = {(*heard)["rank"].cast<std::int64_t>(), message_of(*heard)};
           happenings.push_back(next);
         }
-        Replayed result = replay(table, prefill, decode, happenings, under_way);
+        Replayed result = replay(table, prefill, decode, happenings, under_way, all_new);
         return py::make_tuple(std::move(result.picks), std::move(result.seconds));
       },
       py::arg("table"), py::arg("prefill"), py::arg("decode"), py::arg("script"),
-      py::kw_only(), py::arg("under_way"));
+      py::kw_only(), py::arg("under_way"), py::arg("all_new") = false);
 }
 
 }  // namespace

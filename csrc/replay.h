@@ -25,9 +25,11 @@ struct Replayed {
 };
 
 /// Chooses and books a pair for every request; at most `under_way` requests are, the
-/// oldest ends first. Only the two picks are timed.
+/// oldest ends first. Only the two picks are timed. `all_new`: every engine counts as
+/// changed before every choice.
 inline Replayed replay(Table& table, Policy& prefill, Policy& decode,
-                       const std::vector<Happening>& script, std::size_t under_way) {
+                       const std::vector<Happening>& script, std::size_t under_way,
+                       bool all_new) {
   using Clock = std::chrono::steady_clock;
   Replayed result;
   result.picks.reserve(script.size());
@@ -35,6 +37,7 @@ inline Replayed replay(Table& table, Policy& prefill, Policy& decode,
   std::deque<std::pair<std::int64_t, std::int64_t>> bookings;
   for (const Happening& next : script) {
     if (next.heard) table.hear(next.heard->first, next.heard->second);
+    if (all_new) table.expire(next.demand.now_s);
     const auto began = Clock::now();
     const std::size_t p = prefill.pick(table, next.demand);
     const std::size_t d = decode.pick(table, next.demand);

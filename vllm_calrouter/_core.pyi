@@ -291,6 +291,7 @@ def replay(
     script: list[tuple[dict[str, float] | None, int, int, float]],
     *,
     under_way: int,
+    all_new: bool = False,
 ) -> tuple[list[tuple[int, int]], list[float]]:
     """Choose and book a pair for each request of a script; for benchmarks.
 
@@ -298,6 +299,7 @@ def replay(
         script: for each request a message to hear first (`Table.hear`'s arguments, or
             None), prompt tokens, predicted output tokens, now_s.
         under_way: requests that are under way at most; the oldest ends first.
+        all_new: every engine counts as changed before every choice.
 
     Returns the picked pairs, and the seconds each pair of picks took.
     """
