@@ -49,8 +49,6 @@ struct Engine {
   Costs costs;
   Limits limits;
   Counts counts;
-  std::int64_t retired_incarnation = 0;
-  bool restarted = false;
 };
 
 /// What a choice reads of every engine first; small, so that a thousand stay cached.
@@ -154,18 +152,18 @@ class Table {
   std::size_t open_bookings() const { return ledger_.open_bookings(); }
   bool is_idle() const { return ledger_.is_idle(); }
 
-  /// Takes in an engine's message. False when it is stale: not newer than the last of
-  /// its incarnation, or of the incarnation before. Throws on figures below zero.
+  /// Takes in an engine's message. False when it is stale: not newer than the last one,
+  /// of the same incarnation. Throws on figures below zero. Incarnations have no order: a
+  /// late message of an old one stands until the next message of the new one. Telling
+  /// them apart by what was heard first could shut the living one out for good.
   bool hear(std::int64_t rank, const Message& message) {
     const std::size_t index = checked(rank);
     check(message);
     Engine& engine = engines_[index];
     Pulse& pulse = pulses_[index];
-    if (pulse.was_heard() && !is_news(engine, message)) return false;
-    if (pulse.was_heard() && message.incarnation != engine.message.incarnation) {
-      engine.retired_incarnation = engine.message.incarnation;
-      engine.restarted = true;
-    }
+    if (pulse.was_heard() && message.incarnation == engine.message.incarnation &&
+        message.sequence <= engine.message.sequence)
+      return false;
     engine.message = message;
     pulse.heard_s = message.now_s;
     pulse.changed();
@@ -199,12 +197,6 @@ class Table {
   }
 
  private:
-  static bool is_news(const Engine& engine, const Message& message) {
-    if (message.incarnation == engine.message.incarnation)
-      return message.sequence > engine.message.sequence;
-    return !engine.restarted || message.incarnation != engine.retired_incarnation;
-  }
-
   static void check(const Message& m) {
     const std::int64_t least =
         std::min({m.booking_seen, m.prefill_tokens, m.output_tokens, m.context_tokens,

@@ -141,9 +141,8 @@ class Table:
     ) -> bool:
         """Take in an engine's message; False when it is stale.
 
-        Stale: its sequence is not above the last of the same incarnation, or it is of
-        the incarnation that this one replaced. A message of a new incarnation replaces
-        all that was heard.
+        Stale: its sequence is not above the last one's, of the same incarnation. A
+        message of another incarnation replaces all that was heard.
 
         Args:
             booking_seen: the highest booking of this router's the figures include.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_calrouter import _core
 from vllm_calrouter._core import Costs, Phase
@@ -53,6 +54,14 @@ class Choice:
     scores: tuple[tuple[int, float], ...]
     seconds: float
     terms: Mapping[int, Mapping[str, float]] | None = None
+
+    def candidates(self) -> list[dict[str, Any]]:
+        """The scores and their terms as plain data, as journal and pages show them."""
+        terms = self.terms or {}
+        return [
+            {"rank": rank, "score": score, "terms": terms.get(rank, {})}
+            for rank, score in self.scores
+        ]
 
 
 class Placer:
