@@ -89,7 +89,7 @@ class Journey:
                     "rank": choice.rank,
                     "policy": choice.policy,
                     "reason": choice.reason,
-                    "candidates": choice.scores,
+                    "candidates": choice.candidates(),
                     "seconds": choice.seconds,
                 }
                 for choice in self.choices

@@ -65,7 +65,13 @@ class Router:
     ) -> None:
         self.options = options
         self.pools = Pools(engines, options.prefill)
-        self.placer = Placer(options, self.pools, index=index, count=count)
+        self.placer = Placer(
+            options,
+            self.pools,
+            index=index,
+            count=count,
+            explain=journal is not None,
+        )
         self.index = index
         self.metrics = metrics
         self._first_token = first_token or FirstToken(enabled=options.first_token)
