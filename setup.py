@@ -8,6 +8,8 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+HEADERS = ("costs", "ledger", "table", "price", "policy", "policies", "replay")
+
 
 def version() -> str:
     text = (HERE / "vllm_calrouter" / "__init__.py").read_text()
@@ -31,7 +33,7 @@ setup(
             "vllm_calrouter._core",
             ["csrc/binding.cpp"],
             include_dirs=["csrc"],
-            depends=[f"csrc/{name}.h" for name in ("table", "policy", "policies")],
+            depends=[f"csrc/{name}.h" for name in HEADERS],
             cxx_std=17,
             # No fused multiply-add: scores are the same numbers on every machine.
             extra_compile_args=["-O2", "-Wall", "-Wextra", "-ffp-contract=off"],

@@ -16,7 +16,15 @@ PLUGIN_NAME = "calrouter"
 #: the one dictionary that reaches every API server and every engine.
 CONFIG_KEY = "calrouter"
 
-POLICIES = ("vllm", "round_robin", "least_loaded", "power_of_two", "length_threshold")
+POLICIES = (
+    "vllm",
+    "round_robin",
+    "least_loaded",
+    "power_of_two",
+    "length_threshold",
+    "calibrated",
+    "paper",
+)
 
 _Count = Annotated[int, Meta(ge=1)]
 

@@ -30,7 +30,7 @@ void expect_throws(const std::function<void()>& action, const char* what) {
 void releases_once() {
   Table table(2);
   const auto booking = table.book(1, Phase::Decode, 100, 20);
-  expect(table.row(1).legs[1] == 1, "a booking counts");
+  expect(table.account(1).open[1].legs == 1, "a booking counts");
   expect(table.release(booking), "the first release counts");
   expect(!table.release(booking), "the second release does not");
   expect(!table.release(99), "an unknown number is no booking");
@@ -40,8 +40,8 @@ void releases_once() {
 void refuses_what_is_not_there() {
   Table table(2);
   expect_throws<std::invalid_argument>([] { Table(0); }, "no engines");
-  expect_throws<std::out_of_range>([&] { table.row(2); }, "rank past the end");
-  expect_throws<std::out_of_range>([&] { table.row(-1); }, "negative rank");
+  expect_throws<std::out_of_range>([&] { table.engine(2); }, "rank past the end");
+  expect_throws<std::out_of_range>([&] { table.engine(-1); }, "negative rank");
   expect_throws<std::out_of_range>([&] { table.book(2, Phase::Decode, 1, 1); }, "book");
   expect(table.is_idle(), "a refused booking counts nothing");
   expect_throws<std::invalid_argument>([] { RoundRobin(1, 1, {}); }, "empty pool");

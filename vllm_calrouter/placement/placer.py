@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from vllm_calrouter import _core
-from vllm_calrouter._core import Phase
+from vllm_calrouter._core import Costs, Phase
 from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.placement.costs import A40_QWEN_3B, Limits
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,11 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One decision: the rank, and the scores (lower is better) it was taken from."""
+    """One decision: the rank, and the scores (lower is better) it was taken from.
+
+    `terms` has the seconds each score is the sum of, by rank and name, where the placer
+    explains and the policy prices.
+    """
 
     phase: Phase
     rank: int
@@ -47,6 +52,7 @@ class Choice:
     reason: str
     scores: tuple[tuple[int, float], ...]
     seconds: float
+    terms: Mapping[int, Mapping[str, float]] | None = None
 
 
 class Placer:
@@ -57,6 +63,10 @@ class Placer:
         pools: which ranks run which phase.
         index, count: which of how many routers (API servers) this one is. Routers
             start at different engines, so that idle ones do not all pick the first.
+        costs: what work costs on each engine, by rank; read by the policies that price.
+        limits: each engine's scheduler limits, by rank; by default vLLM's own defaults,
+            or what `options` says for the engine's role.
+        explain: keep the terms of every decision.
         clock: seconds; only differences count.
     """
 
@@ -67,13 +77,41 @@ class Placer:
         *,
         index: int = 0,
         count: int = 1,
+        costs: Sequence[Costs] | None = None,
+        limits: Sequence[Limits] | None = None,
+        explain: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pools = pools
         self.table = _core.Table(pools.engines)
+        self._price_engines(options, costs, limits)
+        self._explain = explain
         self._clock = clock
         self._reported: Sequence[Sequence[float]] | None = None
         self._policies = self._make_policies(options, index, count)
+
+    def _price_engines(
+        self,
+        options: RouterOptions,
+        costs: Sequence[Costs] | None,
+        limits: Sequence[Limits] | None,
+    ) -> None:
+        engines = range(self.pools.engines)
+        prefill = self.pools.prefill
+        if costs is None:
+            costs = [A40_QWEN_3B for _ in engines]
+        if limits is None:
+            limits = [
+                Limits(**options.role_limits(prefill=rank < prefill))
+                for rank in engines
+            ]
+        for rank, cost, limit in zip(engines, costs, limits, strict=True):
+            self.table.set_costs(rank, cost)
+            self.table.set_limits(
+                rank,
+                max_num_seqs=limit.max_num_seqs,
+                max_num_batched_tokens=limit.max_num_batched_tokens,
+            )
 
     def _make_policies(
         self, options: RouterOptions, index: int, count: int
@@ -90,6 +128,7 @@ class Placer:
                 seed=options.seed + 2 * index + phase.value,
                 threshold_tokens=options.length_threshold_tokens,
                 long_share=options.long_share,
+                serves=phase if self.pools.disaggregated else None,
             )
 
         decode = make(Phase.DECODE)
@@ -97,21 +136,43 @@ class Placer:
         prefill = make(Phase.PREFILL) if self.pools.disaggregated else decode
         return {Phase.PREFILL: prefill, Phase.DECODE: decode}
 
-    def choose(self, phase: Phase, prompt_tokens: int, output_tokens: int) -> Choice:
+    def choose(
+        self,
+        phase: Phase,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        cached_tokens: int = 0,
+        slo_ttft_s: float = 0.0,
+        slo_tpot_s: float = 0.0,
+        now_s: float = 0.0,
+    ) -> Choice:
         """Choose an engine; books nothing.
 
         Args:
             phase: the pool to choose from.
             prompt_tokens: length of the prompt.
             output_tokens: predicted length of the output.
+            cached_tokens: of the prompt, on the engines already.
+            slo_ttft_s: seconds from now to the first token; 0: no target, below 0:
+                overdue.
+            slo_tpot_s: seconds between tokens; 0: no target.
+            now_s: on the clock by which `table` hears messages.
         """
         began = self._clock()
         policy = self._policies[phase]
-        rank = policy.pick(self.table, prompt_tokens, output_tokens)
-        seconds = self._clock() - began
-        return Choice(
-            phase, rank, policy.name, policy.reason(), tuple(policy.scores()), seconds
+        rank, reason, scores = policy.decide(
+            self.table,
+            prompt_tokens,
+            output_tokens,
+            cached_tokens=cached_tokens,
+            slo_ttft_s=slo_ttft_s,
+            slo_tpot_s=slo_tpot_s,
+            now_s=now_s,
         )
+        seconds = self._clock() - began
+        terms = policy.terms() if self._explain else None
+        return Choice(phase, rank, policy.name, reason, scores, seconds, terms or None)
 
     def report(self, counts: Sequence[Sequence[float]]) -> None:
         """Take over what engines said of themselves: waiting, running, KV usage."""
