@@ -80,7 +80,7 @@ def load_keys(folder: str | os.PathLike[str], side: Side) -> Keys:
 
 
 def check_keys(folder: str) -> None:
-    """Raise OptionError unless both sides find their keys, and this ZeroMQ uses them."""
+    """Raise OptionError unless both sides find keys that this ZeroMQ can use."""
     if not zmq.has("curve"):
         raise OptionError(
             "this ZeroMQ was built without CURVE, which "
@@ -98,7 +98,9 @@ def _load(file: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = zmq.auth.load_certificate(file)
         # Raises when what it is given is no key.
-        fits = zmq.curve_public(secret) == public if secret else zmq.curve_public(public)
+        fits = (
+            zmq.curve_public(secret) == public if secret else zmq.curve_public(public)
+        )
     except OSError as error:
         raise _wrong(file, (error.strerror or "is not there").lower()) from None
     except (ValueError, zmq.ZMQError):

@@ -14,6 +14,10 @@ from msgspec import Meta, Struct
 
 VERSION = 1
 
+#: Under this key a leg's `extra_args` say whose it is: {"router": uid, "booking":
+#: number, "output_tokens": predicted length}. Its engine echoes the highest booking.
+BOOKING = "calrouter"
+
 #: No message is near this; a longer one is refused unread.
 MOST_BYTES = 1 << 16
 
@@ -75,14 +79,15 @@ class EngineMessage(Struct, array_like=True, tag=VERSION, kw_only=True, gc=False
         output_tokens: predicted output tokens still to come, waiting and running, of
             requests that carry a prediction.
         context_tokens: tokens of KV in the running batch.
-        running, waiting: sequences, as vLLM counts them.
-        waiting_remote: those of `waiting` whose KV has still to come from afar.
+        running, waiting, waiting_remote: sequences, each in one of them. The last have
+            their KV blocks and wait for another engine's KV cache to go in.
         kv_pinned_blocks: blocks of finished requests held for a reader; a block that
             several of them share counts for each.
         block_tokens: tokens a block holds.
         max_seqs, max_batched_tokens: what one step may hold.
         preemptions: since the start, cumulative.
-        transfers_in_flight: KV caches being read from other engines now.
+        transfers_in_flight: KV caches being read from other engines now; those of
+            `waiting_remote` that have not arrived.
         transfers, transfer_bytes, transfer_s: finished ones since the start.
         recent_transfers, recent_steps: the last ones, oldest first. How many are new
             to a reader follows from the growth of `transfers` and `steps`, so messages

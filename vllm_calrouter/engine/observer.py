@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import RequestStatus
 
 from vllm_calrouter.messages import (
+    BOOKING,
     MOST_ROUTERS,
     MOST_TIMINGS,
     EngineMessage,
@@ -31,10 +32,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.calrouter")
-
-#: Key of a leg's `extra_args` under which its router says whose it is:
-#: {"router": uid, "booking": number, "output_tokens": predicted length}.
-BOOKING_KEY = "calrouter"
 
 _LONGEST_UID = 64
 _MOST_NUMBER = (1 << 63) - 1
@@ -53,7 +50,6 @@ class _Fresh(NamedTuple):
 
     prompt_tokens: int
     output_tokens: int
-    remote: bool
 
 
 class _Running(NamedTuple):
@@ -97,7 +93,6 @@ class Observer:
         self._fresh: dict[str, _Fresh] = {}
         self._fresh_prompt_tokens = 0
         self._fresh_output_tokens = 0
-        self._fresh_remote = 0
         self._preempted: dict[str, Request] = {}
         #: Predicted output length of every live request that carries one.
         self._predicted: dict[str, int] = {}
@@ -206,13 +201,16 @@ class Observer:
         self._forget_finished()
         prefill_tokens = running.prefill_tokens
         output_tokens = running.output_tokens
-        in_flight = 0
+        remote = in_flight = 0
+        arrived = scheduler.finished_recving_kv_req_ids
         for request in scheduler.kv_holding_waiting:
             self._leave(request.request_id)
             self._preempted.pop(request.request_id, None)
             prefill_tokens += _to_prefill(request)
             output_tokens += self._to_come(request)
-            in_flight += self._is_in_flight(request)
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                remote += 1
+                in_flight += request.request_id not in arrived
         self._check_waiting()
         for request in self._preempted.values():
             prefill_tokens += _to_prefill(request)
@@ -226,8 +224,8 @@ class Observer:
             output_tokens=output_tokens + self._fresh_output_tokens,
             context_tokens=running.context_tokens,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(scheduler.kv_holding_waiting),
-            waiting_remote=self._fresh_remote + in_flight,
+            waiting=len(scheduler.waiting) + len(scheduler.kv_holding_waiting) - remote,
+            waiting_remote=remote,
             # One block is the null block, which is never free.
             kv_total_blocks=self._pool.num_gpu_blocks - 1,
             kv_free_blocks=self._pool.get_num_free_blocks(),
@@ -280,12 +278,6 @@ class Observer:
                     step_context += before
         return _Running(prefill, output, context, step_prefill, step_seqs, step_context)
 
-    def _is_in_flight(self, request: Request) -> bool:
-        return (
-            request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-            and request.request_id not in self._scheduler.finished_recving_kv_req_ids
-        )
-
     def _to_come(self, request: Request) -> int:
         predicted = self._predicted.get(request.request_id)
         return max(0, predicted - request.num_output_tokens) if predicted else 0
@@ -294,21 +286,17 @@ class Observer:
 
     def _enter(self, request: Request) -> None:
         self._leave(request.request_id)
-        remote = _is_remote(request)
-        entry = _Fresh(
-            0 if remote else request.num_prompt_tokens, self._to_come(request), remote
-        )
+        prompt_tokens = 0 if _is_remote(request) else request.num_prompt_tokens
+        entry = _Fresh(prompt_tokens, self._to_come(request))
         self._fresh[request.request_id] = entry
         self._fresh_prompt_tokens += entry.prompt_tokens
         self._fresh_output_tokens += entry.output_tokens
-        self._fresh_remote += entry.remote
 
     def _leave(self, request_id: str) -> None:
         entry = self._fresh.pop(request_id, None)
         if entry is not None:
             self._fresh_prompt_tokens -= entry.prompt_tokens
             self._fresh_output_tokens -= entry.output_tokens
-            self._fresh_remote -= entry.remote
 
     def _note_preempted(self, request_ids: set[str]) -> None:
         for request_id in request_ids:
@@ -452,11 +440,11 @@ def _booking(request: Request) -> dict[str, Any] | None:
     """What the leg's router wrote on it."""
     params = request.sampling_params
     extra = params.extra_args if params else request.pooling_params.extra_kwargs
-    found = extra.get(BOOKING_KEY) if extra else None
+    found = extra.get(BOOKING) if extra else None
     return found if isinstance(found, dict) else None
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _MOST_NUMBER
 
 
@@ -477,9 +465,11 @@ def _prefill_end(request: Request) -> int:
 
     The last token it wrote was never computed.
     """
-    return max(request.num_prompt_tokens, request.num_tokens - 1)
+    end: int = max(request.num_prompt_tokens, request.num_tokens - 1)
+    return end
 
 
 def _to_prefill(request: Request) -> int:
     """Prompt tokens that a request in no step has still to compute."""
-    return max(0, _prefill_end(request) - request.num_computed_tokens)
+    left: int = _prefill_end(request) - request.num_computed_tokens
+    return max(0, left)

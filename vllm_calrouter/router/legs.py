@@ -11,6 +11,8 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from vllm_calrouter.messages import BOOKING
+
 KV_PARAMS = "kv_transfer_params"
 
 #: No model writes more; a larger hint is a mistake.
@@ -78,36 +80,55 @@ def hinted_output_tokens(request: EngineCoreRequest) -> int | None:
     return int(hint) if 1 <= hint <= _MOST_HINTED_TOKENS else None
 
 
-def one_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
+def one_leg(
+    request: EngineCoreRequest, rank: int, booking: dict[str, Any]
+) -> EngineCoreRequest:
     """The request as it is, sent to one engine."""
     leg = copy(request)
     leg.data_parallel_rank = rank
+    if request.pooling_params is not None:
+        leg.pooling_params = copy(request.pooling_params)
+        kwargs = request.pooling_params.extra_kwargs or {}
+        leg.pooling_params.extra_kwargs = {**kwargs, BOOKING: booking}
+    else:
+        _add(leg, {BOOKING: booking})
     return leg
 
 
-def prefill_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
+def prefill_leg(
+    request: EngineCoreRequest, rank: int, booking: dict[str, Any]
+) -> EngineCoreRequest:
     """Compute the prompt's KV cache on `rank` and keep it there for a reader."""
     leg = copy(request)
     leg.request_id = f"{request.request_id}-prefill"
     leg.data_parallel_rank = rank
     leg.sampling_params = _PREFILL_PARAMS
+    _add(leg, {BOOKING: booking})
     return leg
 
 
 def decode_leg(
-    request: EngineCoreRequest, rank: int, kv_params: dict[str, Any] | None
+    request: EngineCoreRequest,
+    rank: int,
+    booking: dict[str, Any],
+    kv_params: dict[str, Any] | None,
 ) -> EngineCoreRequest:
     """Everything after the prompt, on `rank`, reading the KV cache named there.
 
     It keeps the request's own id, so its outputs reach the client untouched. Without
     `kv_params` the engine computes the prompt itself.
     """
-    leg = one_leg(request, rank)
+    leg = one_leg(request, rank, booking)
     if kv_params is not None:
-        leg.sampling_params = copy(request.sampling_params)
-        extra = dict(request.sampling_params.extra_args or {})
-        leg.sampling_params.extra_args = {**extra, KV_PARAMS: kv_params}
+        leg.sampling_params.extra_args[KV_PARAMS] = kv_params
     return leg
+
+
+def _add(leg: EngineCoreRequest, extra: dict[str, Any]) -> None:
+    """Give a leg more `extra_args`; those of the request stay as they are."""
+    params = copy(leg.sampling_params)
+    params.extra_args = {**(params.extra_args or {}), **extra}
+    leg.sampling_params = params
 
 
 def release_leg(
@@ -117,7 +138,8 @@ def release_leg(
 
     Without it the blocks stay pinned on the prefill engine until NIXL's lease ends.
     """
-    leg = one_leg(request, rank)
+    leg = copy(request)
+    leg.data_parallel_rank = rank
     leg.request_id = f"{request.request_id}-release"
     # Nothing of the user's sampling: a grammar that does not compile would end the leg
     # before it reaches the connector.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import uuid
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.engine import (
@@ -63,6 +64,8 @@ class Router:
         self.pools = Pools(engines, options.prefill)
         self.placer = Placer(options, self.pools, index=index, count=count)
         self.index = index
+        #: No other router's, nor this one's after a restart.
+        self.uid = uuid.uuid4().hex
         self.metrics = metrics
         self._journal = journal
         self._clock = clock
@@ -114,7 +117,8 @@ class Router:
             predicted,
             given=("warm_up", pair[0]) if pair else None,
         )
-        leg = legs.prefill_leg(request, choice.rank)
+        booking = self._book(choice, tokens, 1)
+        leg = legs.prefill_leg(request, choice.rank, self._name(booking, 1))
         journey = Journey(
             request=request,
             stage=Stage.PREFILL,
@@ -123,7 +127,7 @@ class Router:
             prompt_tokens=tokens,
             predicted_tokens=predicted,
             choices=[choice],
-            booking=self._book(choice, tokens, 1),
+            booking=booking,
             given_decode=("warm_up", pair[1]) if pair else None,
             done=done,
         )
@@ -151,6 +155,7 @@ class Router:
         elif vllm_rank is not None:
             given = ("vllm", vllm_rank)
         choice = self._choose(phase, tokens, predicted, given=given)
+        booking = self._book(choice, tokens, predicted)
         self._by_request[request.request_id] = Journey(
             request=request,
             stage=Stage.WHOLE,
@@ -159,12 +164,12 @@ class Router:
             prompt_tokens=tokens,
             predicted_tokens=predicted,
             choices=[choice],
-            booking=self._book(choice, tokens, predicted),
+            booking=booking,
             cause=cause,
         )
         if self.metrics and cause is not None:
             self.metrics.one_leg(cause)
-        return legs.one_leg(request, choice.rank)
+        return legs.one_leg(request, choice.rank, self._name(booking, predicted))
 
     def _predict(self, request: EngineCoreRequest) -> int:
         predicted = legs.hinted_output_tokens(request) or self.options.output_tokens
@@ -194,6 +199,10 @@ class Router:
         booking = table.book(choice.rank, choice.phase, prompt, output)
         self._tell_load(choice)
         return booking
+
+    def _name(self, booking: int, output: int) -> dict[str, Any]:
+        """What a leg tells its engine of its booking (`messages.BOOKING`)."""
+        return {"router": self.uid, "booking": booking, "output_tokens": output}
 
     def _release(self, journey: Journey) -> None:
         if journey.booking is None:
@@ -290,7 +299,8 @@ class Router:
         journey.stage = Stage.DECODE
         journey.leg_id = journey.request.request_id
         journey.booking = self._book(choice, tokens, predicted)
-        return legs.decode_leg(journey.request, choice.rank, journey.unread_kv)
+        named = self._name(journey.booking, predicted)
+        return legs.decode_leg(journey.request, choice.rank, named, journey.unread_kv)
 
     def _free_unread(self, journey: Journey, to_send: list[EngineCoreRequest]) -> None:
         """Free a KV cache that no decode leg has read."""
