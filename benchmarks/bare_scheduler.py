@@ -44,7 +44,7 @@ _MODEL = {
 _TOKEN = 7
 
 
-def bare_config(*, asynchronous: bool = False, **arguments: Any) -> VllmConfig:
+def bare_config(**arguments: Any) -> VllmConfig:
     """A configuration of a model that exists on paper only."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_MODEL))
@@ -55,7 +55,7 @@ def bare_config(*, asynchronous: bool = False, **arguments: Any) -> VllmConfig:
             "enforce_eager": True,
             "dtype": "float32",
             "block_size": BLOCK_TOKENS,
-            "async_scheduling": asynchronous,
+            "async_scheduling": False,
             "disable_log_stats": True,
             **arguments,
         }
@@ -66,6 +66,7 @@ def bare_scheduler(
     config: VllmConfig,
     *,
     blocks: int,
+    asynchronous: bool = False,
     extend: Callable[[type], type] = lambda plain: plain,
 ) -> Any:
     """A scheduler over `blocks` KV blocks, of vLLM's class or what `extend` makes."""
@@ -74,7 +75,8 @@ def bare_scheduler(
         block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=64, dtype=torch.float32
     )
     init_none_hash(sha256)
-    asynchronous = config.scheduler_config.async_scheduling
+    # Where this machine's platform knows no asynchronous scheduling, its class runs.
+    config.scheduler_config.async_scheduling = asynchronous
     scheduler_class = extend(AsyncScheduler if asynchronous else Scheduler)
     return scheduler_class(
         vllm_config=config,

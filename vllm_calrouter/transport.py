@@ -132,6 +132,12 @@ def prepare(plain: zmq.Socket[bytes], url: str) -> None:
     plain.setsockopt(zmq.LINGER, 0)
 
 
+def remove_file(url: str) -> None:
+    """Remove a socket's file, which ZeroMQ leaves behind."""
+    if url.startswith(_IPC_URL):
+        Path(url.removeprefix(_IPC_URL)).unlink(missing_ok=True)
+
+
 def _remove(folder: str, owner: int) -> None:
     # A forked child that ends by itself must not take the folder along.
     if os.getpid() == owner:

@@ -61,8 +61,9 @@ class Publisher:
         # context, and must not be asked of those.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._guard = self._admit_only(keys) if keys else None
+        self._url = transport.endpoint(address, rank)
         try:
-            self._socket = self._bind(transport.endpoint(address, rank), keys)
+            self._socket = self._bind(keys)
         except OSError:
             self._end_context()
             raise
@@ -101,18 +102,18 @@ class Publisher:
             self._guard = None
         self._context.term()
 
-    def _bind(self, url: str, keys: Keys | None) -> zmq.Socket[bytes]:
+    def _bind(self, keys: Keys | None) -> zmq.Socket[bytes]:
         publisher = self._context.socket(zmq.PUB)
-        transport.prepare(publisher, url)
+        transport.prepare(publisher, self._url)
         # A router that does not keep up misses what is old, not what is new.
         publisher.setsockopt(zmq.CONFLATE, 1)
         if keys is not None:
             keys.use(publisher, "engine")
         try:
-            publisher.bind(url)
+            publisher.bind(self._url)
         except zmq.ZMQError as error:
             publisher.close()
-            raise OSError(error.errno, f"{error.strerror}: {url}") from None
+            raise OSError(error.errno, error.strerror) from None
         return publisher
 
     def _admit_only(self, keys: Keys) -> ThreadAuthenticator:
@@ -139,6 +140,7 @@ class Publisher:
             logger.exception("this engine can no longer tell routers what it holds")
         finally:
             self._socket.close()
+            transport.remove_file(self._url)
 
     def _send(self) -> None:
         if self._newest is None:
