@@ -261,7 +261,7 @@ def _activate(config: VllmConfig, options: RouterOptions) -> None:
         # and the module changes.
         config.kv_transfer_config.kv_connector = "NixlConnector"
         config.kv_transfer_config.kv_connector_module_path = launch.CONNECTOR_MODULE
-    _install_scheduler(config)
+    _install_scheduler(config, tells=options.telemetry != transport.OFF)
     _install_client()
     _install_endpoints()
 
@@ -276,14 +276,27 @@ def _check_vllm() -> None:
         )
 
 
-def _install_scheduler(config: VllmConfig) -> None:
+def _install_scheduler(config: VllmConfig, *, tells: bool) -> None:
     chosen = config.scheduler_config.scheduler_cls
     if chosen == _SCHEDULER:
         return
+    if chosen is not None and tells:
+        _check_observable(config.scheduler_config.get_scheduler_cls())
     if chosen is not None and not isinstance(chosen, str):
         chosen = f"{chosen.__module__}.{chosen.__qualname__}"
     config.additional_config[CONFIG_KEY + "_scheduler"] = chosen
     config.scheduler_config.scheduler_cls = _SCHEDULER
+
+
+def _check_observable(scheduler: type) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not issubclass(scheduler, Scheduler):
+        raise OptionError(
+            f"{scheduler.__name__} is no subclass of vLLM's Scheduler, so an engine "
+            "cannot tell what it holds: drop --scheduler-cls or write "
+            "--router-config.telemetry off"
+        )
 
 
 def _install_client() -> None:
