@@ -54,6 +54,11 @@ WRONG_LAUNCHES = [
     ({"router_config": {"journal": ""}}, "cannot be written"),
     ({"router_config": {"journal": "/proc/none/j"}}, "cannot be written"),
     ({"data_parallel_backend": "ray"}, "--data-parallel-backend mp"),
+    ({"router_config": {"telemetry": "on"}}, "write ipc, ipc:///FOLDER, tcp://"),
+    ({"router_config": {"telemetry": "tcp://127.0.0.1:65534"}}, "65532 or less"),
+    ({"router_config": {"telemetry": "tcp://192.0.2.1:5600"}}, "of this machine"),
+    ({"router_config": {"telemetry_keys": "/proc/none"}}, "calrouter.keys /proc/none"),
+    ({"router_config": {"telemetry": "off", "telemetry_keys": "x"}}, "drop it"),
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,8 @@ from vllm_calrouter.options import OptionError, RouterOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.calrouter")
 
 #: Launch modes in which requests do not pass the client the router extends, or
 #: pass one that sees only part of the engines: flag, and what to do instead.
@@ -69,6 +72,8 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
     _check_journal(options.journal)
+    check_telemetry(options, args.data_parallel_size)
+    _check_telemetry_free(options, args.data_parallel_size)
     return options
 
 
@@ -157,13 +162,47 @@ def _check_journal(journal: str | None) -> None:
         ) from None
 
 
+def check_telemetry(options: RouterOptions, engines: int) -> None:
+    """Check what can be checked while engines use the addresses, too.
+
+    Raises:
+        OptionError: as `resolve`.
+    """
+    # Needs ZeroMQ, which nothing needs before the router is chosen.
+    from vllm_calrouter import keys, transport
+
+    transport.check_address(options.telemetry, engines)
+    folder = options.telemetry_keys
+    if folder is None:
+        return
+    if options.telemetry == transport.OFF:
+        raise OptionError(
+            "--router-config.telemetry_keys has no effect with telemetry off: drop it"
+        )
+    keys.check_keys(folder)
+
+
+def _check_telemetry_free(options: RouterOptions, engines: int) -> None:
+    from vllm_calrouter import transport
+
+    transport.check_free(options.telemetry, engines)
+    if transport.is_open_to_strangers(options.telemetry, options.telemetry_keys):
+        logger.warning(
+            "whoever reaches %s can read how loaded the engines are: add "
+            "--router-config.telemetry_keys FOLDER",
+            options.telemetry,
+        )
+
+
 def check_config(config: VllmConfig, options: RouterOptions) -> None:
     """Check what only the finished configuration tells (model, connector, limits).
 
     Raises:
         OptionError: as `resolve`.
     """
-    _check_engines(config.parallel_config.data_parallel_size, options.prefill)
+    engines = config.parallel_config.data_parallel_size
+    _check_engines(engines, options.prefill)
+    check_telemetry(options, engines)
     if not options.prefill:
         return
     _check_model(config)

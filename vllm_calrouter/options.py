@@ -49,6 +49,8 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_token: bool = True
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     journal: str | None = None
+    telemetry: str = "ipc"
+    telemetry_keys: str | None = None
     prefill_max_num_seqs: _Count | None = None
     prefill_max_num_batched_tokens: _Count | None = None
     decode_max_num_seqs: _Count | None = None
@@ -79,6 +81,10 @@ HELP = {
     "kv_load_failure": "recompute or fail: what a decode engine does with a request "
     "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",
+    "telemetry": "Where engines tell routers what they hold: ipc (a private folder), "
+    "ipc:///FOLDER, tcp://HOST:PORT (rank N on port PORT + N), or off.",
+    "telemetry_keys": "Folder of CURVE keys that close telemetry to strangers; "
+    "python -m vllm_calrouter.keys FOLDER makes them.",
     "prefill_max_num_seqs": "max_num_seqs of the prefill engines.",
     "prefill_max_num_batched_tokens": "max_num_batched_tokens of the prefill engines.",
     "decode_max_num_seqs": "max_num_seqs of the decode engines.",

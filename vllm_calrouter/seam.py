@@ -15,7 +15,7 @@ Wrapped here:
 ===============================================  =====================================
 
 Extended elsewhere, by subclass, with the names each subclass uses listed in `NEEDS`:
-`router/client.py` (the data-parallel client), `engine/scheduler.py` (the scheduler)
+`router/client.py` (the data-parallel client), `engine/observer.py` (the scheduler)
 and `engine/connector.py` (NIXL). A hook of vLLM's own for any of these lets the
 matching row go.
 """
@@ -57,8 +57,24 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.v1.engine.core_client", "EngineCoreClient", ("make_async_mp_client",)),
     ("vllm.v1.engine.core", "EngineCore", ("abort_requests",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", ("schedule", "get_request_counts")),
+    (
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        (
+            "schedule",
+            "update_from_output",
+            "add_request",
+            "finish_requests",
+            "set_pause_state",
+            "pause_state",
+            "has_unfinished_requests",
+            "get_request_counts",
+            "shutdown",
+        ),
+    ),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", ("schedule",)),
+    ("vllm.v1.request", "RequestStatus", ("PREEMPTED", "WAITING_FOR_REMOTE_KVS")),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", ("get_blocks",)),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
         "NixlPullConnector",
@@ -214,9 +230,19 @@ def _carry_options(args: Namespace, options: RouterOptions | None) -> None:
     """Put the options where every API server and engine finds them."""
     if options is None:
         return
+    _make_socket_folder(options)
     extra = dict(args.additional_config or {})
     extra[CONFIG_KEY] = opt.to_config(options)
     args.additional_config = extra
+
+
+def _make_socket_folder(options: RouterOptions) -> None:
+    from vllm import envs
+
+    from vllm_calrouter import transport
+
+    if options.telemetry == transport.IPC:
+        transport.make_folder(envs.VLLM_RPC_BASE_PATH)
 
 
 def _with_router(
@@ -234,15 +260,20 @@ def _with_router(
 
 
 def _activate(config: VllmConfig, options: RouterOptions) -> None:
+    from vllm_calrouter import transport
+
     _check_vllm()
     launch.check_config(config, options)
+    if not transport.has_folder():
+        # No command line was parsed for this launch.
+        _make_socket_folder(options)
     if options.prefill:
         # vLLM compares the connector's name in several places, so the name stays
         # and the module changes.
         config.kv_transfer_config.kv_connector = "NixlConnector"
         config.kv_transfer_config.kv_connector_module_path = launch.CONNECTOR_MODULE
         config.kv_transfer_config.kv_load_failure_policy = options.kv_load_failure
-    _install_scheduler(config)
+    _install_scheduler(config, tells=options.telemetry != transport.OFF)
     _install_client()
     _install_endpoints()
 
@@ -257,14 +288,27 @@ def _check_vllm() -> None:
         )
 
 
-def _install_scheduler(config: VllmConfig) -> None:
+def _install_scheduler(config: VllmConfig, *, tells: bool) -> None:
     chosen = config.scheduler_config.scheduler_cls
     if chosen == _SCHEDULER:
         return
+    if chosen is not None and tells:
+        _check_observable(config.scheduler_config.get_scheduler_cls())
     if chosen is not None and not isinstance(chosen, str):
         chosen = f"{chosen.__module__}.{chosen.__qualname__}"
     config.additional_config[CONFIG_KEY + "_scheduler"] = chosen
     config.scheduler_config.scheduler_cls = _SCHEDULER
+
+
+def _check_observable(scheduler: type) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not issubclass(scheduler, Scheduler):
+        raise OptionError(
+            f"{scheduler.__name__} is no subclass of vLLM's Scheduler, so an engine "
+            "cannot tell what it holds: drop --scheduler-cls or write "
+            "--router-config.telemetry off"
+        )
 
 
 def _install_client() -> None:

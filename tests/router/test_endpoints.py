@@ -18,16 +18,19 @@ class Client:
 
     def __init__(self) -> None:
         self.router = Router(RouterOptions(prefill=1), 3)
+        self.subscriber: Any = None
 
     async def engine_states(self) -> list[dict[str, Any]]:
         return [{"rank": rank} for rank in range(3)]
 
 
-async def page(api_key: list[str] | None) -> TestClient:
+async def page(api_key: list[str] | None, subscriber: Any = None) -> TestClient:
+    client = Client()
+    client.subscriber = subscriber
     app = FastAPI()
     endpoints = RouterEndpoints()
     endpoints.attach_router(app)
-    engine_client = SimpleNamespace(engine_core=Client())
+    engine_client = SimpleNamespace(engine_core=client)
     await endpoints.init_state(engine_client, app.state, Namespace(api_key=api_key))
     return TestClient(app)
 
@@ -36,6 +39,14 @@ async def test_the_state_shows_every_engine() -> None:
     state = (await page(None)).get("/router/state").json()
     assert [row["rank"] for row in state["load"]] == [0, 1, 2]
     assert (state["idle"], state["prefill_engines"]) == (True, 1)
+
+
+async def test_the_state_shows_what_was_heard() -> None:
+    heard = [{"rank": 0, "age_s": None}, {"rank": 1, "age_s": 0.25}]
+    ear = SimpleNamespace(describe=lambda: heard)
+    state = (await page(None, ear)).get("/router/state").json()
+    assert state["heard"] == heard
+    assert (await page(None)).get("/router/state").json()["heard"] == []
 
 
 @pytest.mark.parametrize("given_by", ["option", "environment"])

@@ -55,6 +55,32 @@ def test_a_request_takes_both_legs_and_leaves_nothing() -> None:
     assert (line["output_tokens"], line["finish"]) == (2, "stop")
 
 
+def test_legs_say_whose_they_are_and_under_which_booking() -> None:
+    router = split_router()
+    first = router.begin(request())
+    (second,) = router.answered(answer(prefilled("r")))
+    whole = router.begin(request("w", params={"max_tokens": 1}))
+    said = [
+        leg.sampling_params.extra_args["calrouter"] for leg in (first, second, whole)
+    ]
+    assert [each["booking"] for each in said] == [1, 2, 3]
+    assert {each["router"] for each in said} == {router.uid}
+    assert [each["output_tokens"] for each in said] == [1, 20, 1]
+
+
+def test_no_two_routers_are_one() -> None:
+    assert len({split_router().uid for _ in range(9)}) == 9
+
+
+def test_a_choice_is_made_from_the_freshest_figures() -> None:
+    router = split_router()
+    asked: list[str] = []
+    router.placer.refresh = lambda: asked.append("p")
+    router.begin(request())
+    router.answered(answer(prefilled("r")))
+    assert asked == ["p", "p"]
+
+
 def test_a_client_that_leaves_during_prefill_frees_the_cache_at_once() -> None:
     router = split_router()
     router.begin(request())

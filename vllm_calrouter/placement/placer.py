@@ -96,6 +96,8 @@ class Placer:
         self._price_engines(options, costs, limits)
         self._explain = explain
         self._clock = clock
+        #: Called before each choice, to make the table as fresh as can be.
+        self.refresh: Callable[[], None] | None = None
         self._reported: Sequence[Sequence[float]] | None = None
         self._policies = self._make_policies(options, index, count)
 
@@ -169,6 +171,8 @@ class Placer:
             now_s: on the clock by which `table` hears messages.
         """
         began = self._clock()
+        if self.refresh is not None:
+            self.refresh()
         policy = self._policies[phase]
         rank, reason, scores = policy.decide(
             self.table,

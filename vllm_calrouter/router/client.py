@@ -9,11 +9,14 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
+from vllm_calrouter import transport
 from vllm_calrouter.engine.scheduler import STATE_UTILITY
+from vllm_calrouter.keys import load_keys
 from vllm_calrouter.router.first_token import first_token_rules
 from vllm_calrouter.router.journal import Journal
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
+from vllm_calrouter.router.subscriber import Subscriber
 from vllm_calrouter.router.warm_up import warm_up
 from vllm_calrouter.seam import router_options
 
@@ -40,6 +43,8 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             first_token=first_token_rules(vllm_config, options),
             journal=Journal(options.journal) if options.journal else None,
         )
+        self.subscriber: Subscriber | None = None
+        self._listening: asyncio.Task[None] | None = None
         self._started = False
 
     async def get_supported_tasks_async(self) -> Any:
@@ -54,8 +59,33 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         router.metrics = RouterMetrics()
         pools = router.pools
         logger.info("router: policy %s, %s", router.options.policy, pools)
+        if router.options.telemetry != transport.OFF:
+            self._listen()
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)
+
+    def _listen(self) -> None:
+        router = self._router
+        options = router.options
+        folder = options.telemetry_keys
+        self.subscriber = Subscriber(
+            transport.located(options.telemetry),
+            router.pools.engines,
+            router=router.uid,
+            table=router.placer.table,
+            keys=load_keys(folder, "router") if folder else None,
+            metrics=router.metrics,
+        )
+        router.placer.refresh = self.subscriber.refresh
+        self._listening = asyncio.create_task(self.subscriber.run())
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+            self._listening = None
+        if self.subscriber is not None:
+            self._router.placer.refresh = None
+            self.subscriber.close()
 
     @property
     def _router(self) -> Router:
@@ -115,6 +145,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
     def shutdown(self, timeout: float | None = None) -> None:
         super().shutdown(timeout)
         if self.router is not None:
+            self._stop_listening()
             self.router.close()
 
     async def engine_states(self) -> list[dict[str, Any]]:

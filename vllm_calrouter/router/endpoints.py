@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 class RouterEndpoints:
-    """`GET /router/state`: this API server's books and what the engines hold."""
+    """`GET /router/state`: this API server's books, what it heard of the engines and
+    how long ago, and what they hold now."""
 
     name = "calrouter"
     required_tasks = None
@@ -40,15 +41,17 @@ class RouterEndpoints:
         )
 
     async def _state(self, request: Request) -> JSONResponse:
-        state = request.app.state
-        auth = state.calrouter_auth
+        app = request.app.state
+        auth = app.calrouter_auth
         if auth is not None and not auth.verify_token(request.headers):
             # vLLM guards a fixed list of path prefixes, and this one is not in it.
             return JSONResponse({"error": "Unauthorized"}, status_code=401)
-        client: RouterClient = state.calrouter_client
+        client: RouterClient = app.calrouter_client
         assert client.router is not None
         engines = await client.engine_states()
-        return JSONResponse({**describe(client.router), "engines": engines})
+        heard = client.subscriber.describe() if client.subscriber else []
+        state = describe(client.router)
+        return JSONResponse({**state, "heard": heard, "engines": engines})
 
 
 def describe(router: Router) -> dict[str, Any]:
@@ -56,6 +59,7 @@ def describe(router: Router) -> dict[str, Any]:
     table = router.placer.table
     return {
         "router": router.index,
+        "uid": router.uid,
         "policy": router.options.policy,
         "prefill_engines": router.pools.prefill,
         "requests_under_way": router.requests_under_way,

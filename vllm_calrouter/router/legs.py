@@ -11,6 +11,8 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from vllm_calrouter.messages import BOOKING
+
 KV_PARAMS = "kv_transfer_params"
 
 #: No model writes more; a larger hint is a mistake.
@@ -27,7 +29,6 @@ _PREFILL_PARAMS = SamplingParams(
     ignore_eos=True,
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
-    extra_args={KV_PARAMS: _FOR_A_READER},
 )
 
 
@@ -81,45 +82,49 @@ def hinted_output_tokens(request: EngineCoreRequest) -> int | None:
     return int(hint) if 1 <= hint <= _MOST_HINTED_TOKENS else None
 
 
-def one_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
+def one_leg(
+    request: EngineCoreRequest, rank: int, booking: dict[str, Any]
+) -> EngineCoreRequest:
     """The request as it is, sent to one engine."""
     leg = copy(request)
     leg.data_parallel_rank = rank
+    if request.pooling_params is not None:
+        leg.pooling_params = copy(request.pooling_params)
+        kwargs = request.pooling_params.extra_kwargs or {}
+        leg.pooling_params.extra_kwargs = {**kwargs, BOOKING: booking}
+    else:
+        _add(leg, {BOOKING: booking})
     return leg
 
 
 def prefill_leg(
-    request: EngineCoreRequest, rank: int, *, first_token: bool = False
+    request: EngineCoreRequest,
+    rank: int,
+    booking: dict[str, Any],
+    *,
+    first_token: bool = False,
 ) -> EngineCoreRequest:
     """Compute the prompt's KV cache on `rank` and keep it there for a reader.
 
     `first_token`: the token it samples is the request's first, so it is sampled as the
     request wants it.
     """
-    leg = one_leg(request, rank)
+    leg = copy(request)
     leg.request_id = f"{request.request_id}-prefill"
-    if first_token:
-        params = _with_kv_params(request, _FOR_A_READER)
-        params.max_tokens = 1
-        # More than max_tokens is refused; one bans the end of the text just the same.
-        params.min_tokens = min(params.min_tokens, 1)
-        leg.sampling_params = params
-    else:
+    leg.data_parallel_rank = rank
+    if not first_token:
         leg.sampling_params = _PREFILL_PARAMS
+    _add(leg, {BOOKING: booking, KV_PARAMS: _FOR_A_READER})
+    leg.sampling_params.max_tokens = 1
+    # More than max_tokens is refused; one bans the end of the text just the same.
+    leg.sampling_params.min_tokens = min(leg.sampling_params.min_tokens, 1)
     return leg
-
-
-def _with_kv_params(
-    request: EngineCoreRequest, kv_params: dict[str, Any]
-) -> SamplingParams:
-    params = copy(request.sampling_params)
-    params.extra_args = {**(params.extra_args or {}), KV_PARAMS: kv_params}
-    return params
 
 
 def decode_leg(
     request: EngineCoreRequest,
     rank: int,
+    booking: dict[str, Any],
     kv_params: dict[str, Any] | None,
     first_token: list[int] | None = None,
 ) -> EngineCoreRequest:
@@ -129,22 +134,27 @@ def decode_leg(
     `kv_params` the engine computes the prompt itself. With `first_token` (its id in a
     list) the text goes on from there, one token shorter.
     """
-    leg = one_leg(request, rank)
+    leg = one_leg(request, rank, booking)
     if kv_params is not None:
-        leg.sampling_params = _with_kv_params(request, kv_params)
+        leg.sampling_params.extra_args[KV_PARAMS] = kv_params
     if first_token:
         leg.prompt_token_ids = request.prompt_token_ids + first_token
-        leg.sampling_params = _less(leg.sampling_params, len(first_token))
+        _shorten(leg.sampling_params, len(first_token))
     return leg
 
 
-def _less(params: SamplingParams, tokens: int) -> SamplingParams:
-    """The same sampling with that many tokens of the output already there."""
-    params = copy(params)
+def _shorten(params: SamplingParams, tokens: int) -> None:
+    """Leave out what of the output is already there."""
     if params.max_tokens is not None:
         params.max_tokens -= tokens
     params.min_tokens = max(0, params.min_tokens - tokens)
-    return params
+
+
+def _add(leg: EngineCoreRequest, extra: dict[str, Any]) -> None:
+    """Give a leg more `extra_args`; those of the request stay as they are."""
+    params = copy(leg.sampling_params)
+    params.extra_args = {**(params.extra_args or {}), **extra}
+    leg.sampling_params = params
 
 
 def release_leg(
@@ -154,7 +164,8 @@ def release_leg(
 
     Without it the blocks stay pinned on the prefill engine until NIXL's lease ends.
     """
-    leg = one_leg(request, rank)
+    leg = copy(request)
+    leg.data_parallel_rank = rank
     leg.request_id = f"{request.request_id}-release"
     # Nothing of the user's sampling: a grammar that does not compile would end the leg
     # before it reaches the connector.

@@ -73,6 +73,19 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self._messages = counter(
+            "messages",
+            "Messages of engines, by what came of them (all but heard are ignored).",
+            "engine",
+            "outcome",
+        )
+        self._silence_s = Gauge(
+            _PREFIX + "engine_silence_seconds",
+            "Seconds since an engine was heard; +Inf: never.",
+            ("engine",),
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
         self._decision_s = Histogram(
             _PREFIX + "decision_seconds",
             "Seconds to choose one engine.",
@@ -88,6 +101,12 @@ class RouterMetrics:
 
     def load(self, phase: Phase, rank: int, legs_now: int) -> None:
         self._legs.labels(phase.name.lower(), str(rank)).set(legs_now)
+
+    def message(self, rank: int, outcome: str) -> None:
+        self._messages.labels(str(rank), outcome).inc()
+
+    def silence(self, rank: int, seconds: float) -> None:
+        self._silence_s.labels(str(rank)).set(seconds)
 
     def one_leg(self, cause: str) -> None:
         self._one_leg.labels(cause).inc()

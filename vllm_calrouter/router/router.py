@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import time
+import uuid
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.engine import (
@@ -73,6 +74,8 @@ class Router:
             explain=journal is not None,
         )
         self.index = index
+        #: No other router's, nor this one's after a restart.
+        self.uid = uuid.uuid4().hex
         self.metrics = metrics
         self._first_token = first_token or FirstToken(enabled=options.first_token)
         self._journal = journal
@@ -126,7 +129,13 @@ class Router:
             given=("warm_up", pair[0]) if pair else None,
         )
         bypass = self._first_token.why_not(request)
-        leg = legs.prefill_leg(request, choice.rank, first_token=bypass is None)
+        booking = self._book(choice, tokens, 1)
+        leg = legs.prefill_leg(
+            request,
+            choice.rank,
+            self._name(booking, 1),
+            first_token=bypass is None,
+        )
         journey = Journey(
             request=request,
             stage=Stage.PREFILL,
@@ -135,7 +144,7 @@ class Router:
             prompt_tokens=tokens,
             predicted_tokens=predicted,
             choices=[choice],
-            booking=self._book(choice, tokens, 1),
+            booking=booking,
             given_decode=("warm_up", pair[1]) if pair else None,
             bypass=bypass,
             done=done,
@@ -164,6 +173,7 @@ class Router:
         elif vllm_rank is not None:
             given = ("vllm", vllm_rank)
         choice = self._choose(phase, tokens, predicted, given=given)
+        booking = self._book(choice, tokens, predicted)
         self._by_request[request.request_id] = Journey(
             request=request,
             stage=Stage.WHOLE,
@@ -172,12 +182,12 @@ class Router:
             prompt_tokens=tokens,
             predicted_tokens=predicted,
             choices=[choice],
-            booking=self._book(choice, tokens, predicted),
+            booking=booking,
             cause=cause,
         )
         if self.metrics and cause is not None:
             self.metrics.one_leg(cause)
-        return legs.one_leg(request, choice.rank)
+        return legs.one_leg(request, choice.rank, self._name(booking, predicted))
 
     def _predict(self, request: EngineCoreRequest) -> int:
         predicted = legs.hinted_output_tokens(request) or self.options.output_tokens
@@ -207,6 +217,10 @@ class Router:
         booking = table.book(choice.rank, choice.phase, prompt, output)
         self._tell_load(choice)
         return booking
+
+    def _name(self, booking: int, output: int) -> dict[str, Any]:
+        """What a leg tells its engine of its booking (`messages.BOOKING`)."""
+        return {"router": self.uid, "booking": booking, "output_tokens": output}
 
     def _release(self, journey: Journey) -> None:
         if journey.booking is None:
@@ -352,8 +366,9 @@ class Router:
         journey.leg_id = journey.request.request_id
         journey.booking = self._book(choice, tokens, predicted)
         journey.sent_early = first_token is not None
+        named = self._name(journey.booking, predicted)
         return legs.decode_leg(
-            journey.request, choice.rank, journey.unread_kv, first_token
+            journey.request, choice.rank, named, journey.unread_kv, first_token
         )
 
     def _free_unread(self, journey: Journey, to_send: list[EngineCoreRequest]) -> None:
