@@ -36,6 +36,14 @@ _POLICY_KEYS = {
     "seed": "power_of_two",
 }
 
+#: Keys that mean something under one predictor only.
+_PREDICTOR_KEYS = {
+    "online_memory": "online",
+    "online_keys": "online",
+    "noise": "noisy",
+    "noise_seed": "noisy",
+}
+
 #: Where the connector is that gives each rank its role.
 CONNECTOR_MODULE = "vllm_calrouter.engine.connector"
 
@@ -86,6 +94,13 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
             raise OptionError(
                 f"--router-config.{key} has no effect under the policy "
                 f"{options.policy}: drop it or write --router-policy {policy}"
+            )
+    for key, predictor in _PREDICTOR_KEYS.items():
+        if key in config and options.predictor != predictor:
+            raise OptionError(
+                f"--router-config.{key} has no effect under the predictor "
+                f"{options.predictor}: drop it or write "
+                f"--router-config.predictor {predictor}"
             )
     if options.prefill:
         return

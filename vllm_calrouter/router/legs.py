@@ -13,9 +13,6 @@ from vllm.v1.engine import EngineCoreRequest
 
 KV_PARAMS = "kv_transfer_params"
 
-#: No model writes more; a larger hint is a mistake.
-_MOST_HINTED_TOKENS = 10_000_000
-
 #: What a prefill leg asks for. Its token is thrown away, so it is the cheapest one:
 #: nothing of the user's sampling (grammar, scores, penalties) may cost anything there.
 _PREFILL_PARAMS = SamplingParams(
@@ -67,15 +64,6 @@ def prompt_tokens(request: EngineCoreRequest) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
-
-
-def hinted_output_tokens(request: EngineCoreRequest) -> int | None:
-    """The output length a client gave in `vllm_xargs.output_tokens`, if usable."""
-    params = request.sampling_params
-    hint = (params.extra_args or {}).get("output_tokens") if params else None
-    if isinstance(hint, bool) or not isinstance(hint, int | float):
-        return None
-    return int(hint) if 1 <= hint <= _MOST_HINTED_TOKENS else None
 
 
 def one_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
