@@ -73,6 +73,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
     _check_effect(config, options)
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
+    _check_models(args, options)
     _check_journal(options.journal)
     return options
 
@@ -152,6 +153,22 @@ def _check_engines(engines: int, prefill: int) -> None:
             f"--router-config.prefill {engines - 1} or less, "
             f"or --data-parallel-size {prefill + 1} or more"
         )
+
+
+def _check_models(args: Namespace, options: RouterOptions) -> None:
+    """Refuse defaults for models that no request can name."""
+    if getattr(args, "enable_lora", False):
+        # Adapters may be loaded while the server runs.
+        return
+    model = getattr(args, "model_tag", None) or getattr(args, "model", None)
+    served = getattr(args, "served_model_name", None) or [model]
+    served = [served] if isinstance(served, str) else served
+    for name in options.defaults:
+        if name not in served:
+            raise OptionError(
+                f"--router-config.defaults are for the model {name!r}, which is not "
+                f"served: write one of {', '.join(map(repr, served))}"
+            )
 
 
 def _check_journal(journal: str | None) -> None:

@@ -12,8 +12,8 @@ Wrapped here:
                                                  chooses the class in this one place.
 `vllm.plugins.load_endpoint_plugins`             adds the router's pages, which vLLM
                                                  loads only if VLLM_PLUGINS names them.
-`to_sampling_params` of the OpenAI requests      tells the router what the body says; a
-                                                 bad wish is HTTP 400, streaming or not.
+`to_sampling_params` of the OpenAI requests,     tell the router what the body says; a
+`to_beam_search_params`                          bad wish is HTTP 400, streaming or not.
                                                  vLLM hands the client a request without
                                                  its body.
 `InputProcessor.process_inputs`                  the same check for all other routes,
@@ -308,4 +308,6 @@ def _install_wishes(options: RouterOptions) -> None:
     for module_name, class_name in _BODIES:
         body = getattr(importlib.import_module(module_name), class_name)
         _wrap(body, "to_sampling_params", intake.told_by_body)
+        if hasattr(body, "to_beam_search_params"):
+            _wrap(body, "to_beam_search_params", intake.told_by_beam_search)
     _wrap(InputProcessor, "process_inputs", intake.checked)

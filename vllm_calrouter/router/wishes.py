@@ -135,14 +135,18 @@ class Rules:
             ),
         )
 
-    def check(self, params: Any, model: str | None) -> None:
+    def check(self, params: Any) -> None:
         """Refuse a request whose wishes cannot be meant, or that lacks the truth an
         experiment's predictor needs.
 
         Raises:
             VLLMValidationError: as `read`.
         """
-        wishes = self.read(params.extra_args, model)
+        extra = params.extra_args
+        if not self._needs_truth and (not extra or OURS.isdisjoint(extra)):
+            return
+        # Defaults are right by construction: the model does not matter here.
+        wishes = self.read(extra, None)
         if self._needs_truth and truth(wishes, params) is None:
             raise VLLMValidationError(
                 "the predictor of this server is an experiment that has to be told "
@@ -218,7 +222,8 @@ def tokens(value: Any, name: str, where: str = "vllm_xargs.") -> int | None:
     if value is None:
         return None
     if _is_number(value) and 1 <= value <= _MOST_TOKENS:
-        return int(round(value))
+        rounded: int = round(value)
+        return rounded
     raise VLLMValidationError(
         f"{where}{name} must be a number of tokens from 1 to {_MOST_TOKENS}; "
         f"got {shown(value)}",
