@@ -25,6 +25,8 @@ _EDGES = (0.0, *(2 ** (k / _STEPS_PER_OCTAVE) for k in range(1, _BUCKETS + 1)))
 _PRIOR_OUTPUTS = 4.0
 #: Weights grow instead of old ones shrinking; beyond this all are scaled down.
 _LARGEST_UNIT = 1e12
+#: A smaller share alive is rounding.
+_NOBODY = 1e-9
 
 
 def bucket(tokens: int) -> int:
@@ -58,20 +60,34 @@ class Curve(NamedTuple):
         """
         if produced < 1:
             return self.rest[0]
-        at = bucket(produced)
-        past = produced >= self.ends[at]
-        alive = self.alive[at] * (1 - self.hazards[at] if past else 1)
-        if alive < 1e-9:
+        if produced >= _EDGES[-1]:
             return None
-        return (self.rest[at] - self._area(at, produced)) / alive
+        at = bucket(produced)
+        share, _ = self._ended(at, produced)
+        alive = self.alive[at] * (1 - self.hazards[at] * share)
+        if alive < _NOBODY:
+            return None
+        return max(self.rest[at] - self._area(at, produced), 0.0) / alive
 
     def _area(self, at: int, tokens: int) -> float:
         """Tokens that bucket `at` adds up to `tokens`, times the share alive in it."""
-        begin, hazard = _EDGES[at], self.hazards[at]
-        end = min(tokens, self.ends[at])
-        return self.alive[at] * (
-            hazard * (end - begin) + (1 - hazard) * (tokens - begin)
-        )
+        _, lost = self._ended(at, tokens)
+        return self.alive[at] * (tokens - _EDGES[at] - self.hazards[at] * lost)
+
+    def _ended(self, at: int, tokens: int) -> tuple[float, float]:
+        """Of those that end in bucket `at`: the share that has by `tokens`, and the
+        tokens up to there that they lack by having ended.
+
+        They end evenly around their mean, as far as the bucket lets them.
+        """
+        mean = self.ends[at]
+        half = min(mean - _EDGES[at], _EDGES[at + 1] - mean)
+        into = tokens - (mean - half)
+        if into <= 0:
+            return 0.0, 0.0
+        if into >= 2 * half:
+            return 1.0, tokens - mean
+        return into / (2 * half), into * into / (4 * half)
 
 
 def make_curve(hazards: list[float], ends: list[float]) -> Curve:
@@ -147,5 +163,5 @@ class LifeTable:
                 at_risk = reached - cut / 2 + prior
                 hazards[at] = (ended + prior * hazards[at]) / at_risk
             if ended:
-                ends[at] = self._tokens[at] / ended
+                ends[at] = min(self._tokens[at] / ended, _EDGES[at + 1])
         return make_curve(hazards, ends)
