@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_calrouter.records import Journal, belongs_to
+from vllm_calrouter.records import JournalFile, belongs_to
 
 
-def write(path: Path, *records: dict[str, Any], torn: str = "") -> Journal:
+def write(path: Path, *records: dict[str, Any], torn: str = "") -> JournalFile:
     text = "".join(json.dumps(record) + "\n" for record in records) + torn
     path.write_text(text)
-    return Journal(path)
+    return JournalFile(path)
 
 
 def ids(records: Any) -> list[str]:
@@ -66,9 +66,9 @@ def test_gzip_is_read_also_when_it_was_cut_off(tmp_path: Path) -> None:
     lines = b"".join(b'{"request_id": "r%d"}\n' % n for n in range(1000))
     path = tmp_path / "journal.gz"
     path.write_bytes(gzip.compress(lines))
-    assert len(list(Journal(path).records())) == 1000
+    assert len(list(JournalFile(path).records())) == 1000
     path.write_bytes(gzip.compress(lines)[:-40])
-    journal = Journal(path)
+    journal = JournalFile(path)
     assert ids(journal.records())[0] == "r0"
     assert journal.torn >= 1
 

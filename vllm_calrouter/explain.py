@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_calrouter.records import Journal, Record
+from vllm_calrouter.records import JournalFile, Record
 
 #: Lower is better; scores this close are equal.
 _SAME = 1e-12
@@ -189,7 +189,7 @@ def explain(journal: Path, request_id: str) -> None:
     JOURNAL is the file of --router-config.journal, gzipped or not. REQUEST_ID is the id
     that the client got with its answer.
     """
-    file = Journal(journal)
+    file = JournalFile(journal)
     found = file.of_request(request_id)
     if not found:
         raise click.ClickException(_not_found(file, request_id))
@@ -200,7 +200,7 @@ def explain(journal: Path, request_id: str) -> None:
         click.echo(f"{file.torn} line(s) of the journal are torn", err=True)
 
 
-def _not_found(file: Journal, request_id: str) -> str:
+def _not_found(file: JournalFile, request_id: str) -> str:
     similar = file.similar_ids(request_id)
     advice = f"similar: {', '.join(similar)}" if similar else "nothing is like it"
     return f"no request {request_id!r} in the journal ({advice})"

@@ -36,7 +36,7 @@ def belongs_to(recorded_id: str, request_id: str) -> bool:
     return not rest or _AROUND.fullmatch(rest) is not None
 
 
-class Journal:
+class JournalFile:
     """A journal file, plain or gzip; `torn` counts lines that were no record.
 
     A server that is writing, or was killed, leaves half a line at the end.
