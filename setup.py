@@ -40,6 +40,8 @@ setup(
         )
     ],
     install_requires=[
+        "click>=8.1",
+        "rich>=13",
         "vllm>=0.32,<0.34",
         "nixl>=1.5",
         "torch",

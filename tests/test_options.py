@@ -23,7 +23,15 @@ def test_policies_are_those_of_the_core() -> None:
 
 
 def test_options_survive_the_way_to_another_process() -> None:
-    options = parse({"prefill": 2, "policy": "round_robin", "journal": "x.jsonl"})
+    options = parse(
+        {
+            "prefill": 2,
+            "policy": "round_robin",
+            "journal": "x.jsonl",
+            "slo_classes": {"tight": {"ttft_ms": 175}},
+            "defaults": {"m": {"slo": "tight", "output_tokens": 9}},
+        }
+    )
     assert parse(to_config(options)) == options
 
 
@@ -55,6 +63,14 @@ def test_on_and_off_mean_nothing_where_no_switch_is() -> None:
         ({"long_share": 0}, "--router-config.long_share"),
         ({"decode_max_num_seqs": 0}, "--router-config.decode_max_num_seqs"),
         ({"policy": "best"}, "vllm, round_robin"),
+        ({"predictor": "best"}, "hint, constant"),
+        ({"online_memory": 0}, "--router-config.online_memory"),
+        ({"noise": -1}, "--router-config.noise"),
+        ({"slo_classes": {"t": {"ttft_ms": -1}}}, "--router-config.slo_classes"),
+        ({"slo_classes": {"t": {"tfft_ms": 1}}}, "unknown field `tfft_ms`"),
+        ({"default_slo": "t"}, "'t' that --router-config 'default_slo' names"),
+        ({"defaults": {"m\n": {"slo": "t"}}}, "slo_classes (none)"),
+        ({"defaults": {"m": {"output_tokens": 0}}}, "--router-config.defaults"),
     ],
 )
 def test_what_is_wrong_is_named(config: dict[str, object], says: str) -> None:

@@ -42,6 +42,14 @@ _POLICY_KEYS = {
 #: Keys that mean something only where prefill has engines of its own.
 _SPLIT_KEYS = ("warm_up", "first_token", "kv_load_failure")
 
+#: Keys that mean something under one predictor only.
+_PREDICTOR_KEYS = {
+    "online_memory": "online",
+    "online_keys": "online",
+    "noise": "noisy",
+    "noise_seed": "noisy",
+}
+
 #: Where the connector is that gives each rank its role.
 CONNECTOR_MODULE = "vllm_calrouter.engine.connector"
 
@@ -71,6 +79,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
     _check_effect(config, options)
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
+    _check_models(args, options)
     _check_journal(options.journal)
     check_telemetry(options, args.data_parallel_size)
     _check_telemetry_free(options, args.data_parallel_size)
@@ -94,6 +103,13 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
             raise OptionError(
                 f"--router-config.{key} has no effect under the policy "
                 f"{options.policy}: drop it or write --router-policy {policy}"
+            )
+    for key, predictor in _PREDICTOR_KEYS.items():
+        if key in config and options.predictor != predictor:
+            raise OptionError(
+                f"--router-config.{key} has no effect under the predictor "
+                f"{options.predictor}: drop it or write "
+                f"--router-config.predictor {predictor}"
             )
     if options.prefill:
         return
@@ -145,6 +161,22 @@ def _check_engines(engines: int, prefill: int) -> None:
             f"--router-config.prefill {engines - 1} or less, "
             f"or --data-parallel-size {prefill + 1} or more"
         )
+
+
+def _check_models(args: Namespace, options: RouterOptions) -> None:
+    """Refuse defaults for models that no request can name."""
+    if getattr(args, "enable_lora", False):
+        # Adapters may be loaded while the server runs.
+        return
+    model = getattr(args, "model_tag", None) or getattr(args, "model", None)
+    served = getattr(args, "served_model_name", None) or [model]
+    served = [served] if isinstance(served, str) else served
+    for name in options.defaults:
+        if name not in served:
+            raise OptionError(
+                f"--router-config.defaults are for the model {name!r}, which is not "
+                f"served: write one of {', '.join(map(repr, served))}"
+            )
 
 
 def _check_journal(journal: str | None) -> None:

@@ -27,7 +27,11 @@ POLICIES = (
     "paper",
 )
 
+PREDICTORS = ("hint", "constant", "max_tokens", "online", "oracle", "noisy")
+
 _Count = Annotated[int, Meta(ge=1)]
+#: Milliseconds, at most a day.
+_Target = Annotated[float, Meta(gt=0, le=86_400_000)]
 
 
 class OptionError(ValueError):
@@ -35,6 +39,20 @@ class OptionError(ValueError):
 
     The message is one line: what is wrong, and what to write instead.
     """
+
+
+class SloClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Latency targets that requests of one class share; None: no target."""
+
+    ttft_ms: _Target | None = None
+    tpot_ms: _Target | None = None
+
+
+class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is assumed of requests for one served model that do not say."""
+
+    slo: str | None = None
+    output_tokens: _Count | None = None
 
 
 class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,7 +73,15 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_max_num_batched_tokens: _Count | None = None
     decode_max_num_seqs: _Count | None = None
     decode_max_num_batched_tokens: _Count | None = None
+    slo_classes: dict[str, SloClass] = {}
+    default_slo: str | None = None
+    defaults: dict[str, ModelDefaults] = {}
+    predictor: str = "hint"
     output_tokens: _Count = 256
+    online_memory: Annotated[int, Meta(ge=10)] = 500
+    online_keys: Annotated[int, Meta(ge=10)] = 1000
+    noise: Annotated[float, Meta(ge=0, le=10)] = 0.5
+    noise_seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     length_threshold_tokens: _Count = 512
     long_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
@@ -89,8 +115,19 @@ HELP = {
     "prefill_max_num_batched_tokens": "max_num_batched_tokens of the prefill engines.",
     "decode_max_num_seqs": "max_num_seqs of the decode engines.",
     "decode_max_num_batched_tokens": "max_num_batched_tokens of the decode engines.",
-    "output_tokens": "Output length assumed for a request without a hint "
-    "(vllm_xargs.output_tokens).",
+    "slo_classes": "Latency targets by class, which vllm_xargs.slo names: "
+    '{"tight": {"ttft_ms": 175, "tpot_ms": 40}}.',
+    "default_slo": "Class of requests that name none and state no targets.",
+    "defaults": "By served model or adapter, what its requests have unless they say "
+    'otherwise: {"MODEL": {"slo": "tight", "output_tokens": 100}}.',
+    "predictor": "How an output's length is predicted where its client gives none: "
+    f"{', '.join(PREDICTORS)}.",
+    "output_tokens": "Output length assumed where nothing better is known.",
+    "online_memory": "online: finished requests of a kind after which an older one "
+    "weighs 1/e.",
+    "online_keys": "online: kinds of requests remembered; the least recent go.",
+    "noise": "noisy: standard deviation of the error, relative to the true length.",
+    "noise_seed": "noisy: seed of the errors.",
     "length_threshold_tokens": "length_threshold: a longer predicted output is long.",
     "long_share": "length_threshold: share of the decode engines kept for long ones.",
     "seed": "power_of_two: seed of the draws.",
@@ -130,7 +167,25 @@ def parse(config: Mapping[str, Any]) -> RouterOptions:
             f"unknown routing policy {options.policy!r}: "
             f"write --router-policy with one of {', '.join(POLICIES)}"
         )
+    if options.predictor not in PREDICTORS:
+        raise OptionError(
+            f"unknown predictor {options.predictor!r}: "
+            f"write --router-config.predictor with one of {', '.join(PREDICTORS)}"
+        )
+    _check_slo_names(options)
     return options
+
+
+def _check_slo_names(options: RouterOptions) -> None:
+    named = {"default_slo": options.default_slo}
+    named |= {f"defaults.{model}": one.slo for model, one in options.defaults.items()}
+    for key, name in named.items():
+        if name is not None and name not in options.slo_classes:
+            known = ", ".join(map(repr, options.slo_classes)) or "none"
+            raise OptionError(
+                f"the SLO class {name!r} that --router-config {key!r} names is not in "
+                f"slo_classes ({known}): add it there, or name another"
+            )
 
 
 def to_config(options: RouterOptions) -> dict[str, Any]:
@@ -160,7 +215,8 @@ def _unknown_key(key: str) -> str:
 def _bad_value(config: Mapping[str, Any], error: msgspec.ValidationError) -> str:
     # msgspec ends its message with the place of the fault, "... - at `$.prefill`".
     reason, _, place = str(error).partition(" - at `$.")
-    key = place.rstrip("`")
+    # Of a dictionary's entry the place is "slo_classes[...].ttft_ms".
+    key = place.rstrip("`").partition("[")[0]
     return (
         f"--router-config.{key} {json.dumps(config.get(key))} is wrong "
         f"({reason[0].lower()}{reason[1:]}): {HELP.get(key, '')}"

@@ -12,6 +12,12 @@ Wrapped here:
                                                  chooses the class in this one place.
 `vllm.plugins.load_endpoint_plugins`             adds the router's pages, which vLLM
                                                  loads only if VLLM_PLUGINS names them.
+`to_sampling_params` of the OpenAI requests,     tell the router what the body says; a
+`to_beam_search_params`                          bad wish is HTTP 400, streaming or not.
+                                                 vLLM hands the client a request without
+                                                 its body.
+`InputProcessor.process_inputs`                  the same check for all other routes,
+                                                 before the request is registered.
 ===============================================  =====================================
 
 Extended elsewhere, by subclass, with the names each subclass uses listed in `NEEDS`:
@@ -102,12 +108,22 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.tokenizers", "", ("cached_tokenizer_from_config",)),
     ("vllm.plugins", "", ("load_endpoint_plugins",)),
+    ("vllm.v1.engine.input_processor", "InputProcessor", ("process_inputs",)),
+    ("vllm.exceptions", "VLLMValidationError", ()),
     (
         "vllm.entrypoints.serve.middleware.authenticate",
         "AuthenticationMiddleware",
         ("verify_token",),
     ),
 )
+
+#: The requests whose bodies carry wishes: module, class.
+_BODIES = (
+    ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
+    ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
+    ("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest"),
+)
+NEEDS += tuple((*body, ("to_sampling_params", "model_extra")) for body in _BODIES)
 
 _SCHEDULER = "vllm_calrouter.engine.scheduler.build_scheduler"
 
@@ -276,6 +292,7 @@ def _activate(config: VllmConfig, options: RouterOptions) -> None:
     _install_scheduler(config, tells=options.telemetry != transport.OFF)
     _install_client()
     _install_endpoints()
+    _install_wishes(options)
 
 
 def _check_vllm() -> None:
@@ -336,3 +353,17 @@ def _install_endpoints() -> None:
         return [*original(*args, **kwargs), RouterEndpoints()]
 
     _wrap(plugins, "load_endpoint_plugins", load)
+
+
+def _install_wishes(options: RouterOptions) -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_calrouter.router import intake
+
+    intake.activate(options)
+    for module_name, class_name in _BODIES:
+        body = getattr(importlib.import_module(module_name), class_name)
+        _wrap(body, "to_sampling_params", intake.told_by_body)
+        if hasattr(body, "to_beam_search_params"):
+            _wrap(body, "to_beam_search_params", intake.told_by_beam_search)
+    _wrap(InputProcessor, "process_inputs", intake.checked)

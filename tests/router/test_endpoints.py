@@ -4,10 +4,13 @@ from argparse import Namespace
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
+from vllm.v1.engine import FinishReason
 
+from tests.router.requests import answer, request, token
 from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.router.endpoints import RouterEndpoints
 from vllm_calrouter.router.router import Router
@@ -56,7 +59,27 @@ async def test_the_server_s_key_opens_it_and_nothing_else(
     if given_by == "environment":
         monkeypatch.setenv("VLLM_API_KEY", "secret")
     http = await page(["secret"] if given_by == "option" else None)
-    assert http.get("/router/state").status_code == 401
-    for key, status in (("wrong", 401), ("secret", 200)):
-        headers = {"Authorization": f"Bearer {key}"}
-        assert http.get("/router/state", headers=headers).status_code == status
+    for path in ("/router/state", "/router/decisions"):
+        assert http.get(path).status_code == 401
+        for key, status in (("wrong", 401), ("secret", 200)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert http.get(path, headers=headers).status_code == status
+
+
+async def test_decisions_are_the_journal_s_records() -> None:
+    http = await page(None)
+    client = http.app.state.calrouter_client  # type: ignore[attr-defined]
+    router = client.router
+    for name in "abc":
+        router.begin(request(name, params={"max_tokens": 1}))
+        router.answered(answer(token(name, FinishReason.LENGTH)))
+    router._ended[-1]["decisions"][0]["candidates"] = [(0, float("inf"))]
+    found = http.get("/router/decisions", params={"limit": 2}).json()
+    assert [record["request_id"] for record in found] == ["user-b", "user-c"]
+    assert found[0] == msgspec.json.decode(msgspec.json.encode(router._ended[1]))
+    assert found[1]["decisions"][0]["candidates"] == [[0, None]]
+    one = http.get("/router/decisions", params={"request_id": "user-a"}).json()
+    assert [record["request_id"] for record in one] == ["user-a"]
+    for limit in ("0", "-1", "x", "99999999999999999999"):
+        answered = http.get("/router/decisions", params={"limit": limit})
+        assert answered.status_code == 422

@@ -106,24 +106,3 @@ def test_release_leg_ends_before_it_begins_under_a_name_of_its_own() -> None:
     leg = legs.release_leg(request(), 2, KV)
     assert leg.abort_immediately
     assert leg.request_id not in ("r", "r-prefill")
-
-
-@pytest.mark.parametrize(
-    ("hint", "tokens"),
-    [
-        (30, 30),
-        (30.7, 30),
-        (0, None),
-        (-1, None),
-        ("30", None),
-        (True, None),
-        (float("nan"), None),
-        (float("inf"), None),
-        (1e30, None),
-        (None, None),
-        ([5], None),
-    ],
-)
-def test_only_a_usable_hint_is_taken(hint: Any, tokens: int | None) -> None:
-    asked = request(params={"extra_args": {"output_tokens": hint}})
-    assert legs.hinted_output_tokens(asked) == tokens

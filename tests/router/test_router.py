@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tests.router.requests import KV, answer, prefilled, request, token
 from vllm_calrouter._core import Phase
-from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.options import RouterOptions, SloClass
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
 
@@ -309,3 +309,116 @@ def happen(router: Router, name: str, event: str) -> None:
         router.not_sent(request(name))
     else:
         router.answered(answer(dropped=(name, f"{name}-prefill")))
+
+
+def test_a_hint_is_used_recorded_and_told_apart_from_a_guess() -> None:
+    registry = CollectorRegistry()
+    router = split_router()
+    router.metrics = RouterMetrics(registry)
+    router.begin(request("a", params={"extra_args": {"output_tokens": 4}}))
+    router.begin(request("b", params={"max_tokens": 300}))
+    for name in ("a", "b"):
+        router.answered(answer(prefilled(name)))
+        router.answered(answer(token(name)))
+        router.answered(answer(token(name, FinishReason.STOP)))
+    first, second = router.decisions(10)
+    assert (first["predicted_output_tokens"], first["predicted_by"]) == (4, "hint")
+    assert (second["predicted_output_tokens"], second["predicted_by"]) == (256, "hint")
+    name = "vllm:calrouter_output_tokens_ratio"
+    labels = {"source": "hint"}
+    assert registry.get_sample_value(f"{name}_sum", labels) == 4 / 2 + 256 / 2
+    assert registry.get_sample_value(f"{name}_count", labels) == 2
+
+
+def test_the_online_predictor_learns_from_what_ends_and_not_from_warm_ups() -> None:
+    router = split_router(predictor="online")
+
+    def expected(name: str) -> int:
+        router.begin(request(name, params={"max_tokens": 1000}))
+        router.abort([name])
+        router.answered(answer(dropped=(f"{name}-prefill",)))
+        told: int = router.decisions(1)[0]["predicted_output_tokens"]
+        return told
+
+    before = expected("first")
+    for number in range(200):
+        name = str(number)
+        router.begin(request(name, params={"max_tokens": 1000}))
+        router.answered(answer(prefilled(name)))
+        router.answered(answer(token(name)))
+        router.answered(answer(token(name, FinishReason.STOP)))
+    assert before > 200
+    # Aborted before a token came, "first" has taught nothing.
+    assert expected("last") < 10
+
+    learnt = len(router.predictor)  # type: ignore[arg-type]
+    done: asyncio.Future[str] = asyncio.Future(loop=asyncio.new_event_loop())
+    router.begin(request("w", prompt=1, params={"max_tokens": 2}), done=done)
+    router.answered(answer(prefilled("w")))
+    router.answered(answer(token("w", FinishReason.LENGTH)))
+    assert done.done()
+    assert len(router.predictor) == learnt  # type: ignore[arg-type]
+
+
+def test_an_slo_and_its_defaults_reach_the_record() -> None:
+    router = split_router(
+        slo_classes={"tight": SloClass(ttft_ms=175), "loose": SloClass(tpot_ms=99)},
+        default_slo="loose",
+    )
+    for name, extra in (("a", {"slo": "tight"}), ("b", {"slo_ttft_ms": 50}), ("c", {})):
+        router.begin(request(name, params={"extra_args": extra}))
+    records = [router.decisions(1, f"user-{name}")[0] for name in "abc"]
+    assert [record["slo"] for record in records] == [
+        {"class": "tight", "ttft_s": 0.175, "tpot_s": None},
+        {"class": "loose", "ttft_s": 0.05, "tpot_s": 0.099},
+        {"class": "loose", "ttft_s": None, "tpot_s": 0.099},
+    ]
+
+
+def test_bad_wishes_that_came_past_the_gate_cost_no_request() -> None:
+    router = split_router()
+    router.begin(request(params={"extra_args": {"slo": "none such", "x": 1}}))
+    router.answered(answer(prefilled("r")))
+    router.answered(answer(token("r", FinishReason.STOP)))
+    assert idle(router)
+
+
+def test_predicted_times_are_compared_where_there_are_any() -> None:
+    registry = CollectorRegistry()
+    now = [0.0]
+    options = RouterOptions(policy="round_robin", prefill=2)
+    router = Router(options, 6, clock=lambda: now[0])
+    router.metrics = RouterMetrics(registry)
+    for name in ("predicted", "not"):
+        router.begin(request(name))
+        if name == "predicted":
+            journey = router._by_request[name]
+            journey.predicted_ttft_s, journey.predicted_e2e_s = 0.5, 6.0
+        now[0] += 2.0
+        router.answered(answer(prefilled(name)))
+        router.answered(answer(token(name)))
+        now[0] += 1.0
+        router.answered(answer(token(name, FinishReason.STOP)))
+    for kind, ratio in (("ttft", 0.25), ("e2e", 2.0)):
+        name = f"vllm:calrouter_{kind}_ratio"
+        assert registry.get_sample_value(f"{name}_sum") == ratio
+        assert registry.get_sample_value(f"{name}_count") == 1
+
+
+def test_the_last_decisions_are_kept_and_no_more() -> None:
+    router = split_router()
+    for number in range(1200):
+        router.begin(request(str(number), params={"max_tokens": 1}))
+        router.answered(answer(token(str(number), FinishReason.LENGTH)))
+    ids = [record["request_id"] for record in router.decisions(10_000)]
+    assert ids == [f"user-{number}" for number in range(700, 1200)]
+    assert [r["request_id"] for r in router.decisions(2)] == ids[-2:]
+
+
+def test_a_request_under_way_is_found_by_its_id_without_an_end() -> None:
+    router = split_router()
+    router.begin(request())
+    (record,) = router.decisions(10, "user-r")
+    assert (record["finish"], record["decode_rank"]) == (None, None)
+    assert router.decisions(10) == []
+    assert router.decisions(10, "user-s") == []

@@ -11,6 +11,8 @@ from vllm.v1.engine import EngineCoreRequest
 
 from vllm_calrouter._core import Phase
 from vllm_calrouter.placement import Choice
+from vllm_calrouter.predictors import Features
+from vllm_calrouter.router.wishes import Wishes
 
 
 class Stage(Enum):
@@ -34,6 +36,10 @@ class Journey:
     began_s: float
     prompt_tokens: int
     predicted_tokens: int
+    wishes: Wishes
+    features: Features
+    #: Who predicted the output's length (`Predictor.source`).
+    predicted_by: str
     choices: list[Choice]
     #: What the leg under way holds in the load table; None when it is released.
     booking: int | None
@@ -49,6 +55,9 @@ class Journey:
     prefill_stats: Any = None
     #: The KV cache the decode leg is to read, until there is a sign that it did.
     unread_kv: dict[str, Any] | None = None
+    #: Seconds from `began_s`, where the policy predicts them.
+    predicted_ttft_s: float | None = None
+    predicted_e2e_s: float | None = None
     last_finish: str | None = None
     prefill_s: float | None = None
     first_token_s: float | None = None
@@ -66,18 +75,42 @@ class Journey:
                 return choice.rank
         return None
 
-    def record(self, now_s: float, finish: str, router: int) -> dict[str, Any]:
-        """The journal line: what was decided, and what came of it."""
+    @property
+    def known_id(self) -> str:
+        """The id by which the client, or its API route, knows the request."""
+        return str(self.request.external_req_id or self.request.request_id)
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token, once it has come."""
+        if self.first_token_s is None:
+            return None
+        return self.first_token_s - self.began_s
+
+    def record(self, now_s: float, finish: str | None, router: int) -> dict[str, Any]:
+        """The journal line: what was decided, and what came of it.
+
+        `finish` is None for a request that is still under way.
+        """
 
         def since(moment_s: float | None) -> float | None:
             return None if moment_s is None else round(moment_s - self.began_s, 6)
 
         return {
-            "request_id": self.request.external_req_id or self.request.request_id,
+            "request_id": self.known_id,
             "router": router,
             "arrival_time": self.request.arrival_time,
             "prompt_tokens": self.prompt_tokens,
+            "model": self.features.model or self.features.adapter,
+            "slo": {
+                "class": self.wishes.slo,
+                "ttft_s": self.wishes.ttft_s,
+                "tpot_s": self.wishes.tpot_s,
+            },
             "predicted_output_tokens": self.predicted_tokens,
+            "predicted_by": self.predicted_by,
+            "predicted_ttft_s": self.predicted_ttft_s,
+            "predicted_e2e_s": self.predicted_e2e_s,
             "output_tokens": self.output_tokens,
             "one_leg": self.cause,
             "first_token_bypass": self.bypass,

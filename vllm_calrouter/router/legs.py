@@ -15,9 +15,6 @@ from vllm_calrouter.messages import BOOKING
 
 KV_PARAMS = "kv_transfer_params"
 
-#: No model writes more; a larger hint is a mistake.
-_MOST_HINTED_TOKENS = 10_000_000
-
 #: Keep the KV cache for a reader.
 _FOR_A_READER = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -71,15 +68,6 @@ def prompt_tokens(request: EngineCoreRequest) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
-
-
-def hinted_output_tokens(request: EngineCoreRequest) -> int | None:
-    """The output length a client gave in `vllm_xargs.output_tokens`, if usable."""
-    params = request.sampling_params
-    hint = (params.extra_args or {}).get("output_tokens") if params else None
-    if isinstance(hint, bool) or not isinstance(hint, int | float):
-        return None
-    return int(hint) if 1 <= hint <= _MOST_HINTED_TOKENS else None
 
 
 def one_leg(

@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.engine import (
     EngineCoreEventType,
@@ -24,10 +26,14 @@ from vllm.v1.engine import (
 from vllm_calrouter._core import Phase
 from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.placement import Choice, Placer, Pools
+from vllm_calrouter.predictors import Features, make_predictor
+from vllm_calrouter.records import belongs_to
 from vllm_calrouter.router import legs
+from vllm_calrouter.router import wishes as wish
 from vllm_calrouter.router.first_token import FirstToken
 from vllm_calrouter.router.journey import Journey, Stage
 from vllm_calrouter.router.metrics import RouterMetrics
+from vllm_calrouter.router.wishes import Rules, Wishes
 
 if TYPE_CHECKING:
     from asyncio import Future
@@ -38,6 +44,14 @@ logger = init_logger("vllm.calrouter")
 
 #: Ways a prefill leg ends that leave a KV cache to read.
 _PREFILLED = (FinishReason.LENGTH, FinishReason.STOP)
+
+#: Ways a request ends that are not its output's own end.
+_NOT_BY_ITSELF = ("abort", "error")
+
+_NO_WISHES = Wishes()
+
+#: Records of ended requests kept for `GET /router/decisions`.
+_MOST_REMEMBERED = 500
 
 
 class Router:
@@ -78,6 +92,10 @@ class Router:
         self.uid = uuid.uuid4().hex
         self.metrics = metrics
         self._first_token = first_token or FirstToken(enabled=options.first_token)
+        self.predictor = make_predictor(options, index)
+        self._rules = Rules(options)
+        self._numbers = itertools.count()
+        self._ended: deque[dict[str, Any]] = deque(maxlen=_MOST_REMEMBERED)
         self._journal = journal
         self._clock = clock
         self._by_request: dict[str, Journey] = {}
@@ -120,8 +138,9 @@ class Router:
         cause = legs.why_one_leg(request)
         if cause is not None:
             return self._begin_whole(request, cause, vllm_rank)
-        predicted = self._predict(request)
-        tokens = legs.prompt_tokens(request)
+        wishes, features = self._features(request)
+        predicted = self.predictor.predict(features)
+        tokens = features.prompt_tokens
         choice = self._choose(
             Phase.PREFILL,
             tokens,
@@ -143,6 +162,9 @@ class Router:
             began_s=self._clock(),
             prompt_tokens=tokens,
             predicted_tokens=predicted,
+            wishes=wishes,
+            features=features,
+            predicted_by=self.predictor.source(features),
             choices=[choice],
             booking=booking,
             given_decode=("warm_up", pair[1]) if pair else None,
@@ -164,8 +186,9 @@ class Router:
     def _begin_whole(
         self, request: EngineCoreRequest, cause: str | None, vllm_rank: int | None
     ) -> EngineCoreRequest:
-        tokens = legs.prompt_tokens(request)
-        predicted = 0 if request.pooling_params else self._predict(request)
+        wishes, features = self._features(request)
+        tokens = features.prompt_tokens
+        predicted = 0 if request.pooling_params else self.predictor.predict(features)
         phase = Phase.PREFILL if legs.ends_with_prefill(cause) else Phase.DECODE
         given = None
         if request.data_parallel_rank is not None:
@@ -181,6 +204,9 @@ class Router:
             began_s=self._clock(),
             prompt_tokens=tokens,
             predicted_tokens=predicted,
+            wishes=wishes,
+            features=features,
+            predicted_by=self.predictor.source(features),
             choices=[choice],
             booking=booking,
             cause=cause,
@@ -189,10 +215,38 @@ class Router:
             self.metrics.one_leg(cause)
         return legs.one_leg(request, choice.rank, self._name(booking, predicted))
 
-    def _predict(self, request: EngineCoreRequest) -> int:
-        predicted = legs.hinted_output_tokens(request) or self.options.output_tokens
-        most = request.sampling_params.max_tokens
-        return predicted if most is None else min(predicted, most)
+    def _features(self, request: EngineCoreRequest) -> tuple[Wishes, Features]:
+        """What a request wishes for, and what is known of its output beforehand."""
+        params = request.sampling_params
+        prompt = legs.prompt_tokens(request)
+        if params is None:
+            return _NO_WISHES, Features(prior_tokens=1, prompt_tokens=prompt)
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        about = wish.about(params.extra_args)
+        model = about.model or adapter
+        try:
+            wishes = self._rules.read(params.extra_args, model)
+        except VLLMValidationError as error:
+            # Only what came past `intake.py`: too late to refuse it.
+            logger.warning_once("wishes ignored: %s", error)
+            wishes = self._rules.defaults(model)
+        return wishes, Features(
+            number=next(self._numbers),
+            prior_tokens=self._rules.prior_tokens(model),
+            prompt_tokens=prompt,
+            min_tokens=params.min_tokens,
+            max_tokens=params.max_tokens,
+            hint_tokens=wishes.output_tokens,
+            true_tokens=wish.truth(wishes, params),
+            model=about.model,
+            adapter=adapter,
+            route=about.route,
+            user=about.user,
+            tools=about.tools,
+            reasoning=about.reasoning,
+            structured=params.structured_outputs is not None,
+            stops=bool(params.stop),
+        )
 
     def _choose(
         self,
@@ -439,8 +493,48 @@ class Router:
             if not journey.done.done():
                 journey.done.set_result(finish)
             return
+        now_s = self._clock()
+        record = journey.record(now_s, finish, self.index)
+        self._ended.append(record)
         if self._journal is not None:
-            self._journal.write(journey.record(self._clock(), finish, self.index))
+            self._journal.write(record)
+        if journey.request.sampling_params is not None:
+            self._learn(journey, now_s - journey.began_s, finish)
+
+    def _learn(self, journey: Journey, e2e_s: float, finish: str) -> None:
+        """Compare what was predicted with what came of it."""
+        produced = journey.output_tokens
+        self.predictor.finished(journey.features, produced, finish)
+        if self.metrics is None or finish in _NOT_BY_ITSELF or not produced:
+            return
+        self.metrics.output_predicted(
+            journey.predicted_by, journey.predicted_tokens, produced
+        )
+        if journey.predicted_ttft_s is not None and journey.ttft_s:
+            self.metrics.ttft_predicted(journey.predicted_ttft_s, journey.ttft_s)
+        if journey.predicted_e2e_s is not None and e2e_s > 0:
+            self.metrics.e2e_predicted(journey.predicted_e2e_s, e2e_s)
+
+    def decisions(
+        self, limit: int, request_id: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Journal records from memory, oldest first.
+
+        Args:
+            limit: at most so many, the latest.
+            request_id: only of this request (`records.belongs_to`), also if it is under
+                way; its `finish` is then None.
+        """
+        records = self._ended if request_id is None else self._records_of(request_id)
+        return list(deque(records, maxlen=limit))
+
+    def _records_of(self, request_id: str) -> Iterable[dict[str, Any]]:
+        for record in self._ended:
+            if belongs_to(record["request_id"], request_id):
+                yield record
+        for journey in self._by_request.values():
+            if journey.done is None and belongs_to(journey.known_id, request_id):
+                yield journey.record(self._clock(), None, self.index)
 
 
 def _why_not_exact(journey: Journey) -> str | None:
