@@ -73,6 +73,7 @@ class Cluster:
         limits: Limits | None = None,
         routers: int = 1,
         report_s: float = 0.1,
+        every_step: bool = False,
     ) -> None:
         self.limits = limits or Limits()
         self.now_s = 0.0
@@ -85,6 +86,7 @@ class Cluster:
                 schedulers.make(rank, cost.kv_capacity_tokens),
                 cost,
                 schedulers.block_hasher,
+                every_step=every_step,
             )
             for rank, cost in enumerate(costs)
         ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -18,12 +19,53 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+    from vllm.v1.engine import EngineCoreRequest
 
     from vllm_calrouter.simulation.connector import Read
 
 #: What the model says, whatever it is asked.
 TOKEN = 0
+
+
+class _Quiet:
+    """Decode steps in which the scheduler has nothing to decide.
+
+    Nobody waits who could be admitted, everybody computes one token, nobody ends, and
+    there are blocks for all: the next steps are known, and the scheduler is told of
+    them together afterwards, as one step of several tokens each. Its state is then the
+    one that single steps would have led to, but for the numbers of the blocks.
+    """
+
+    def __init__(self, batch: list[Request], most_steps: int) -> None:
+        self.batch = batch
+        self.left = most_steps
+        self.done = 0
+        self.context = sum(request.num_computed_tokens for request in batch)
+
+    def told(self) -> dict[int, EngineCoreOutputs]:
+        """What one of these steps tells each router."""
+        told: dict[int, EngineCoreOutputs] = {}
+        for request in self.batch:
+            message = told.get(request.client_index)
+            if message is None:
+                message = told[request.client_index] = EngineCoreOutputs()
+                message.outputs = []
+            message.outputs.append(EngineCoreOutput(request.request_id, [TOKEN]))
+        return told
+
+    def grown_blocks(self, block_tokens: int) -> int:
+        """Blocks the steps done so far have taken."""
+        return sum(
+            -(-(r.num_computed_tokens + self.done) // block_tokens)
+            + (-r.num_computed_tokens // block_tokens)
+            for r in self.batch
+        )
+
+    def append(self, tokens: int) -> None:
+        """Make up for tokens that were told and that the scheduler does not know."""
+        if tokens:
+            for request in self.batch:
+                request.append_output_token_ids([TOKEN] * tokens)
 
 
 class Engine:
@@ -34,6 +76,8 @@ class Engine:
         scheduler: vLLM's, under the plugin's limits (`build_scheduler`).
         costs: how long a step of what composition takes.
         block_hasher: vLLM's, where prefixes are cached.
+        every_step: run every step through the scheduler, those without a decision in
+            them too. Slower, with the same outcome.
     """
 
     def __init__(
@@ -42,18 +86,22 @@ class Engine:
         scheduler: Any,
         costs: EngineCosts,
         block_hasher: Callable[[Request], list[Any]] | None,
+        *,
+        every_step: bool = False,
     ) -> None:
         self.rank = rank
         self.scheduler = scheduler
         self.costs = costs
         self.busy_s = 0.0
         self.steps = 0
-        self._preempted: list[str] = []
-        #: Requests waiting and running and fraction of KV blocks, as the engine last
-        #: told: engines tell between steps, not within.
-        self.counts: tuple[int, int, float] = (0, 0, 0.0)
+        self._pool = scheduler.kv_cache_manager.block_pool
         self._block_hasher = block_hasher
+        self._every_step = every_step
+        self._counts = (0, 0)
+        self._preempted: list[str] = []
         self._under_way: SchedulerOutput | None = None
+        self._quiet: _Quiet | None = None
+        self._in_quiet_step = False
         # Dictionaries, not sets: their order does not depend on the process.
         self._received: dict[str, None] = {}
         self._sent: dict[str, None] = {}
@@ -61,10 +109,20 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step is under way."""
-        return self._under_way is not None
+        return self._in_quiet_step or self._under_way is not None
+
+    @property
+    def counts(self) -> tuple[int, int, float]:
+        """Requests waiting and running as of the last step's end, and the fraction of
+        KV blocks in use."""
+        free: int = self._pool.get_num_free_blocks()
+        if self._quiet is not None:
+            free -= self._quiet.grown_blocks(self.scheduler.block_size)
+        return (*self._counts, 1.0 - free / (self._pool.num_gpu_blocks - 1))
 
     def add(self, leg: EngineCoreRequest) -> None:
         """Queue a leg, as if it had come over the wire."""
+        self.settle()
         request = Request.from_engine_core_request(_own(leg), self._block_hasher)
         self.scheduler.add_request(request)
         if leg.abort_immediately:
@@ -74,11 +132,27 @@ class Engine:
 
     def received(self, request_id: str) -> None:
         """The KV cache this leg waited for is here."""
+        self.settle()
         self._received[request_id] = None
 
     def sent(self, request_id: str) -> None:
         """The KV cache this finished leg kept was read."""
+        self.settle()
         self._sent[request_id] = None
+
+    def settle(self) -> None:
+        """Bring the scheduler to where the engine is; before anybody looks at it."""
+        quiet = self._quiet
+        if quiet is None:
+            return
+        if self._in_quiet_step:
+            self._in_quiet_step = False
+            self._under_way = self._schedule()
+        elif quiet.done:
+            quiet.append(quiet.done - 1)
+            self._quiet = None
+            self._finish(self.scheduler.schedule())
+        self._quiet = None
 
     def take_reads(self) -> list[Read]:
         """KV caches to be moved here, since the last call."""
@@ -96,21 +170,70 @@ class Engine:
         Returns its duration in seconds, None when there is nothing to compute, and
         what was to be told without computing anything.
         """
+        if self._quiet is None and not self._every_step:
+            self._quiet = self._look_for_quiet()
+        if self._quiet is not None and self._quiet.left:
+            return self._account(self._begin_quiet_step(self._quiet)), []
         told: list[dict[int, EngineCoreOutputs]] = []
         while self._has_work():
-            step = self.scheduler.schedule()
-            self._preempted += sorted(step.preempted_req_ids or ())
+            skipped = 0 if self._quiet is None else self._quiet.done
+            step = self._schedule()
             if step.total_num_scheduled_tokens:
                 self._under_way = step
-                seconds = self._seconds(step)
-                self.busy_s += seconds
-                self.steps += 1
-                return seconds, told
+                return self._account(self._seconds(step, skipped)), told
             news = bool(self._received or self._sent)
-            told.append(self._update(step, [], {}, []))
+            told.append(self._update(step, [], []))
             if not news:
                 break
         return None, told
+
+    def end_step(self) -> dict[int, EngineCoreOutputs]:
+        """Finish the step under way; returns what the engine tells each router."""
+        if self._in_quiet_step:
+            assert self._quiet is not None
+            self._in_quiet_step = False
+            self._quiet.done += 1
+            return self._quiet.told()
+        step = self._under_way
+        assert step is not None, "no step is under way"
+        self._under_way = None
+        return self._finish(step)
+
+    def _account(self, seconds: float) -> float:
+        self.busy_s += seconds
+        self.steps += 1
+        return seconds
+
+    def _look_for_quiet(self) -> _Quiet | None:
+        """The steps ahead in which there is nothing to decide, if there are any."""
+        scheduler = self.scheduler
+        running: list[Request] = scheduler.running
+        _, waiting = scheduler.get_request_counts()
+        full = len(running) >= scheduler.max_num_active_reqs
+        if not running or self._received or self._sent or (waiting and not full):
+            return None
+        # The step after these runs through the scheduler, their tokens with it.
+        seqs = len(running)
+        most = min(
+            scheduler.max_num_scheduled_tokens // seqs,
+            self._pool.get_num_free_blocks() // seqs * scheduler.block_size,
+        )
+        for request in running:
+            produced = request.num_output_tokens
+            if not produced or request.num_tokens - request.num_computed_tokens != 1:
+                return None
+            most = min(
+                most,
+                request.max_tokens - produced,
+                scheduler.max_model_len - request.num_tokens,
+            )
+        return _Quiet(list(running), most - 1) if most > 1 else None
+
+    def _begin_quiet_step(self, quiet: _Quiet) -> float:
+        quiet.left -= 1
+        quiet.context += len(quiet.batch)
+        self._in_quiet_step = True
+        return self.costs.step_s(0, 0, len(quiet.batch), quiet.context)
 
     def _has_work(self) -> bool:
         # vLLM's `has_requests` also counts blocks pinned for a reader, to keep polling.
@@ -121,25 +244,26 @@ class Engine:
             or self.scheduler.has_unfinished_requests()
         )
 
-    def end_step(self) -> dict[int, EngineCoreOutputs]:
-        """Finish the step under way; returns what the engine tells each router."""
-        step = self._under_way
-        assert step is not None, "no step is under way"
-        self._under_way = None
+    def _schedule(self) -> SchedulerOutput:
+        """vLLM's step, with what quiet steps have told and it has not seen."""
+        if self._quiet is not None:
+            self._quiet.append(self._quiet.done)
+            self._quiet = None
+        step: SchedulerOutput = self.scheduler.schedule()
+        self._preempted += sorted(step.preempted_req_ids or ())
+        return step
+
+    def _finish(self, step: SchedulerOutput) -> dict[int, EngineCoreOutputs]:
         ids = list(step.num_scheduled_tokens)
         requests = self.scheduler.requests
         tokens = [
             [] if (r := requests.get(i)) is None or r.is_prefill_chunk else [TOKEN]
             for i in ids
         ]
-        return self._update(step, ids, {n: i for i, n in enumerate(ids)}, tokens)
+        return self._update(step, ids, tokens)
 
     def _update(
-        self,
-        step: SchedulerOutput,
-        ids: list[str],
-        indices: dict[str, int],
-        tokens: list[list[int]],
+        self, step: SchedulerOutput, ids: list[str], tokens: list[list[int]]
     ) -> dict[int, EngineCoreOutputs]:
         moved = None
         if self._received or self._sent:
@@ -149,7 +273,7 @@ class Engine:
             self._received, self._sent = {}, {}
         result = ModelRunnerOutput(
             req_ids=ids,
-            req_id_to_index=indices,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
             sampled_token_ids=tokens,
             kv_connector_output=moved,
         )
@@ -157,13 +281,15 @@ class Engine:
             step, result
         )
         running, waiting = self.scheduler.get_request_counts()
-        self.counts = (waiting, running, self.scheduler.get_kv_cache_usage())
+        self._counts = (waiting, running)
         return told
 
-    def _seconds(self, step: SchedulerOutput) -> float:
+    def _seconds(self, step: SchedulerOutput, skipped: int) -> float:
+        """How long a step takes, which also brings in `skipped` tokens a sequence."""
         requests = self.scheduler.requests
         prefill_tokens = squares = seqs = context = 0
-        for request_id, tokens in step.num_scheduled_tokens.items():
+        for request_id, scheduled in step.num_scheduled_tokens.items():
+            tokens = scheduled - skipped
             # vLLM has advanced it already: this is where the step ends.
             end = requests[request_id].num_computed_tokens
             if tokens == 1:
