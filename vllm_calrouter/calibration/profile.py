@@ -279,4 +279,3 @@ def _known(name: str, where: str) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
-

@@ -123,7 +123,7 @@ class Cluster:
         self._check(arrivals)
         self._unfinished = len(arrivals)
         served = [
-            Served(number, arrival, self._slo[arrival.slo])
+            Served(number, arrival, self._slo[arrival.slo], self.engines[0].costs)
             for number, arrival in enumerate(arrivals)
         ]
         for one in served:
@@ -131,6 +131,8 @@ class Cluster:
         self._at(0.0, self._report)
         with _no_garbage_collection():
             self._loop(len(served), progress)
+        for one in served:
+            _check_tokens(one)
         return served
 
     def _loop(self, total: int, progress: Callable[[int], None] | None) -> None:
@@ -163,7 +165,7 @@ class Cluster:
 
     def _arrive(self, one: Served) -> None:
         router = self.routers[one.number % len(self.routers)]
-        request = _request(one, self._slo[one.arrival.slo])
+        request = _request(one)
         self._served[request.request_id] = one
         router.placer.report(self._counts)
         self._send(router, router.begin(request))
@@ -171,7 +173,9 @@ class Cluster:
     def _send(self, router: Router, leg: EngineCoreRequest) -> None:
         rank = leg.data_parallel_rank
         leg.client_index = router.index
-        self._served[leg.external_req_id].sent_to(rank, router.pools.prefill)
+        one = self._served[leg.external_req_id]
+        one.sent_to(rank, prefill=rank < router.pools.prefill)
+        self._served[leg.request_id] = one
         engine = self.engines[rank]
         engine.add(leg)
         self._start_reads(engine)
@@ -187,7 +191,7 @@ class Cluster:
         seconds, told = engine.begin_step()
         self._start_reads(engine)
         for leg_id in engine.take_preempted():
-            self._served[leg_id.removesuffix("-prefill")].preemptions += 1
+            self._served[leg_id].preemptions += 1
         for outputs in told:
             self._tell(outputs)
         if seconds is not None:
@@ -228,18 +232,18 @@ class Cluster:
         for index, message in outputs.items():
             router = self.routers[index]
             legs = router.answered(message)
-            for output in message.outputs:
-                self._deliver(output)
+            self._deliver(message.outputs)
             for leg in legs:
                 self._send(router, router.still_wanted(leg))
 
-    def _deliver(self, output: EngineCoreOutput) -> None:
-        one = self._served[output.request_id]
-        one.delivered(len(output.new_token_ids), self.now_s)
-        if output.finished:
-            one.finish = str(output.finish_reason)
-            self._unfinished -= 1
-            del self._served[output.request_id]
+    def _deliver(self, outputs: list[EngineCoreOutput]) -> None:
+        served, now_s = self._served, self.now_s
+        for output in outputs:
+            one = served[output.request_id]
+            one.delivered(len(output.new_token_ids), now_s)
+            if output.finish_reason is not None and one.finish is None:
+                one.finish = str(output.finish_reason)
+                self._unfinished -= 1
 
     def _report(self) -> None:
         self._counts = [engine.counts for engine in self.engines]
@@ -247,8 +251,24 @@ class Cluster:
             self._at(self.now_s + self._report_s, self._report)
 
 
-def _request(one: Served, slo: SloClass) -> EngineCoreRequest:
+def _check_tokens(one: Served) -> None:
+    """Every client got exactly what it asked for, or was told why not."""
+    told, asked = one.tokens, one.arrival.output_tokens
+    if one.finish == "length" and told != asked:
+        raise SimulationError(f"request {one.number} got {told} of {asked} tokens")
+
+
+def _request(one: Served) -> EngineCoreRequest:
+    """The request as an API server makes it; wishes are in `vllm_xargs`' place."""
     arrival = one.arrival
+    wishes = {
+        "slo": arrival.slo,
+        "slo_ttft_ms": 1e3 * one.ttft_target_s,
+        "slo_tpot_ms": 1e3 * one.tpot_target_s,
+        "true_output_tokens": arrival.output_tokens,
+    }
+    if arrival.hinted_tokens:
+        wishes["output_tokens"] = arrival.hinted_tokens
     name = f"{one.number}"
     return EngineCoreRequest(
         request_id=name,
@@ -260,12 +280,7 @@ def _request(one: Served, slo: SloClass) -> EngineCoreRequest:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            extra_args={
-                "slo": arrival.slo,
-                "slo_ttft_ms": 1e3 * one.ttft_target_s,
-                "slo_tpot_ms": 1e3 * slo.tpot_s,
-                "output_tokens": arrival.output_tokens,
-            },
+            extra_args=wishes,
         ),
         pooling_params=None,
         arrival_time=arrival.arrival_s,
