@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: What the model says, whatever it is asked.
 TOKEN = 0
 
+#: What the scheduler asks its KV-cache manager of a running row; of others it asks more.
+_RUNNING_ROW = {"num_lookahead_tokens": 0}
+
 
 class _Quiet:
     """Decode steps in which the scheduler has nothing to decide.
@@ -92,6 +95,8 @@ class Engine:
         self.rank = rank
         self.scheduler = scheduler
         self.costs = costs
+        if not every_step:
+            _skip_empty_allocations(scheduler.kv_cache_manager, scheduler.block_size)
         self.busy_s = 0.0
         self.steps = 0
         self._pool = scheduler.kv_cache_manager.block_pool
@@ -101,6 +106,7 @@ class Engine:
         self._preempted: list[str] = []
         self._under_way: SchedulerOutput | None = None
         self._quiet: _Quiet | None = None
+        self._inbox: list[EngineCoreRequest] = []
         self._in_quiet_step = False
         # Dictionaries, not sets: their order does not depend on the process.
         self._received: dict[str, None] = {}
@@ -122,7 +128,14 @@ class Engine:
 
     def add(self, leg: EngineCoreRequest) -> None:
         """Queue a leg, as if it had come over the wire."""
+        if self._quiet is not None and not leg.abort_immediately:
+            # The scheduler would look at it when this step is over, not before.
+            self._inbox.append(leg)
+            return
         self.settle()
+        self._add(leg)
+
+    def _add(self, leg: EngineCoreRequest) -> None:
         request = Request.from_engine_core_request(_own(leg), self._block_hasher)
         self.scheduler.add_request(request)
         if leg.abort_immediately:
@@ -150,9 +163,9 @@ class Engine:
             self._under_way = self._schedule()
         elif quiet.done:
             quiet.append(quiet.done - 1)
-            self._quiet = None
             self._finish(self.scheduler.schedule())
         self._quiet = None
+        self._empty_inbox()
 
     def take_reads(self) -> list[Read]:
         """KV caches to be moved here, since the last call."""
@@ -172,15 +185,15 @@ class Engine:
         """
         if self._quiet is None and not self._every_step:
             self._quiet = self._look_for_quiet()
-        if self._quiet is not None and self._quiet.left:
-            return self._account(self._begin_quiet_step(self._quiet)), []
+        if self._goes_on_quietly():
+            return self._account(self._begin_quiet_step()), []
         told: list[dict[int, EngineCoreOutputs]] = []
         while self._has_work():
-            skipped = 0 if self._quiet is None else self._quiet.done
+            quiet = self._quiet
             step = self._schedule()
             if step.total_num_scheduled_tokens:
                 self._under_way = step
-                return self._account(self._seconds(step, skipped)), told
+                return self._account(self._seconds(step, quiet)), told
             news = bool(self._received or self._sent)
             told.append(self._update(step, [], []))
             if not news:
@@ -193,6 +206,7 @@ class Engine:
             assert self._quiet is not None
             self._in_quiet_step = False
             self._quiet.done += 1
+            self._count(len(self._inbox))
             return self._quiet.told()
         step = self._under_way
         assert step is not None, "no step is under way"
@@ -229,7 +243,30 @@ class Engine:
             )
         return _Quiet(list(running), most - 1) if most > 1 else None
 
-    def _begin_quiet_step(self, quiet: _Quiet) -> float:
+    def _goes_on_quietly(self) -> bool:
+        """Whether the next step has nothing to decide either; takes in new legs."""
+        quiet, scheduler = self._quiet, self.scheduler
+        if quiet is None:
+            return False
+        if self._inbox and len(quiet.batch) < scheduler.max_num_active_reqs:
+            rest = scheduler.max_num_scheduled_tokens
+            rest -= (quiet.done + 1) * len(quiet.batch)
+            if rest < sum(map(_own_tokens, self._inbox)):
+                # What was told must not cost the new ones a part of their step.
+                self.settle()
+                return False
+            quiet.left = 0
+        self._empty_inbox()
+        return quiet.left > 0
+
+    def _empty_inbox(self) -> None:
+        legs, self._inbox = self._inbox, []
+        for leg in legs:
+            self._add(leg)
+
+    def _begin_quiet_step(self) -> float:
+        quiet = self._quiet
+        assert quiet is not None
         quiet.left -= 1
         quiet.context += len(quiet.batch)
         self._in_quiet_step = True
@@ -280,16 +317,23 @@ class Engine:
         told: dict[int, EngineCoreOutputs] = self.scheduler.update_from_output(
             step, result
         )
-        running, waiting = self.scheduler.get_request_counts()
-        self._counts = (waiting, running)
+        self._count()
         return told
 
-    def _seconds(self, step: SchedulerOutput, skipped: int) -> float:
-        """How long a step takes, which also brings in `skipped` tokens a sequence."""
+    def _count(self, unseen: int = 0) -> None:
+        running, waiting = self.scheduler.get_request_counts()
+        self._counts = (waiting + unseen, running)
+
+    def _seconds(self, step: SchedulerOutput, quiet: _Quiet | None) -> float:
+        """How long a step takes, which also brings in what quiet ones have told."""
         requests = self.scheduler.requests
+        # The running rows come first, and all of them were there.
+        late = 0 if quiet is None or not quiet.done else len(quiet.batch)
         prefill_tokens = squares = seqs = context = 0
-        for request_id, scheduled in step.num_scheduled_tokens.items():
-            tokens = scheduled - skipped
+        for request_id, tokens in step.num_scheduled_tokens.items():
+            if late and quiet is not None:
+                late -= 1
+                tokens -= quiet.done
             # vLLM has advanced it already: this is where the step ends.
             end = requests[request_id].num_computed_tokens
             if tokens == 1:
@@ -300,6 +344,33 @@ class Engine:
                 prefill_tokens += tokens
                 squares += end * end - start * start
         return self.costs.step_s(prefill_tokens, squares, seqs, context)
+
+
+def _own_tokens(leg: EngineCoreRequest) -> int:
+    """The most tokens an engine may compute of a leg in its first step."""
+    tokens = len(leg.prompt_token_ids or ())
+    params = leg.sampling_params
+    extra = (params.extra_args or {}) if params is not None else {}
+    moved = (extra.get(KV_PARAMS) or {}).get("remote_num_tokens", 0)
+    # With all of it there, the last one is computed again.
+    return max(1, tokens - moved)
+
+
+def _skip_empty_allocations(manager: Any, block_tokens: int) -> None:
+    """Spare the KV-cache manager the question of rows that stay within their block.
+
+    It would find that there is nothing to allocate, to free or to remember: most rows
+    of a decode step.
+    """
+    allocate, nothing = manager.allocate_slots, manager.empty_kv_cache_blocks
+
+    def allocate_slots(request: Request, tokens: int, **more: Any) -> Any:
+        within = request.num_computed_tokens % block_tokens
+        if within and within + tokens < block_tokens and more == _RUNNING_ROW:
+            return nothing
+        return allocate(request, tokens, **more)
+
+    manager.allocate_slots = allocate_slots
 
 
 def _own(leg: EngineCoreRequest) -> EngineCoreRequest:

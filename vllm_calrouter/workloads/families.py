@@ -107,21 +107,21 @@ _CHAT = Kind(
 _DOCUMENT = Kind(
     1.0,
     Lengths(median=1_200, spread=0.4, least=400, most=8_000),
-    Lengths(80, 0.5, 4, 400),
+    Lengths(median=80, spread=0.5, least=4, most=400),
 )
 _REASONING = Kind(
     1.0,
     Lengths(median=200, spread=0.5, least=16, most=1_500),
-    Lengths(900, 0.4, 200, 3_000),
+    Lengths(median=900, spread=0.4, least=200, most=3_000),
 )
 _BURSTY = Burst(factor=2.5, share=0.2, mean_s=2.0)
 
 FAMILIES: dict[str, Family] = {
     "mixed": Family(
-        "bursts of chat turns (70 %), documents (20 %) and reasoning (10 %)",
+        "bursts of chat turns (78 %), documents (12 %) and reasoning (10 %)",
         (
-            msgspec.structs.replace(_CHAT, weight=0.7),
-            msgspec.structs.replace(_DOCUMENT, weight=0.2),
+            msgspec.structs.replace(_CHAT, weight=0.78),
+            msgspec.structs.replace(_DOCUMENT, weight=0.12),
             msgspec.structs.replace(_REASONING, weight=0.1),
         ),
         _BURSTY,
@@ -137,11 +137,11 @@ FAMILIES: dict[str, Family] = {
             ),
         ),
         _BURSTY,
-        36.0,
+        38.0,
     ),
     "docs": Family("long prompts, short answers: prefill", (_DOCUMENT,), _BURSTY, 8.0),
     "reasoning": Family(
-        "short prompts, long answers: decode slots and KV", (_REASONING,), _BURSTY, 12.0
+        "short prompts, long answers: decode slots and KV", (_REASONING,), _BURSTY, 14.0
     ),
 }
 
