@@ -149,6 +149,12 @@ class Cluster:
             if progress is not None and turns % 1024 == 0:
                 progress(total - self._unfinished)
 
+    def drain(self) -> None:
+        """Let what goes on after the last answer happen: KV caches being freed."""
+        while self._events:
+            self.now_s, _, event = heapq.heappop(self._events)
+            event()
+
     def _at(self, time_s: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (time_s, next(self._turn), event))
 
@@ -247,7 +253,7 @@ class Cluster:
 
     def _report(self) -> None:
         self._counts = [engine.counts for engine in self.engines]
-        if self._events:
+        if self._unfinished:
             self._at(self.now_s + self._report_s, self._report)
 
 

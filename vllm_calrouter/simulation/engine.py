@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: What the model says, whatever it is asked.
 TOKEN = 0
 
-#: What the scheduler asks its KV-cache manager of a running row; of others it asks more.
+#: What the scheduler asks its KV-cache manager of a running row; of others, more.
 _RUNNING_ROW = {"num_lookahead_tokens": 0}
 
 

@@ -2,8 +2,7 @@
 
 Each stresses another resource. The study prints what each is, not its parameters:
 those below are chosen so that the shipped A40 profile with 2 prefill and 4 decode
-engines comes under pressure near the study's own rate (24 req/s for `mixed`), with a
-mean prompt of about 512 tokens where prompts are typical.
+engines comes under pressure near the study's own rate (24 req/s for `mixed`).
 
 Lengths are log-normal, cut to a range. Arrivals are a Poisson process whose rate
 switches between calm and burst; its mean over the duration is the rate asked for.

@@ -12,6 +12,7 @@ import csv
 import gzip
 import math
 import random
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -123,7 +124,7 @@ def _rows(path: Path, how: Replay) -> Iterator[Arrival]:
                     )
                 last_s = arrival.arrival_s
                 yield arrival
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
         reason = " ".join(str(error).split())
         raise WorkloadError(f"trace {path} cannot be read: {reason}") from None
 
