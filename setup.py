@@ -27,7 +27,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["vllm_calrouter", "vllm_calrouter.*"]),
-    package_data={"vllm_calrouter": ["py.typed", "*.pyi"]},
+    package_data={
+        "vllm_calrouter": ["py.typed", "*.pyi"],
+        "vllm_calrouter.calibration": ["profiles/*.json"],
+    },
     ext_modules=[
         Pybind11Extension(
             "vllm_calrouter._core",
@@ -48,9 +51,13 @@ setup(
         "msgspec>=0.19",
         "pyzmq>=26",
         "prometheus-client>=0.20",
+        "click>=8.1",
+        "rich>=13",
+        "tqdm>=4.66",
     ],
     entry_points={
         "vllm.general_plugins": ["calrouter = vllm_calrouter.plugin:register"],
+        "console_scripts": ["calrouter = vllm_calrouter.cli:main"],
     },
     classifiers=[
         "Programming Language :: Python :: 3",

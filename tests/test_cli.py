@@ -1,0 +1,174 @@
+"""The console command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from vllm_calrouter import cli
+
+SMALL = ["--workload", "chat", "--rate", "4", "--duration", "5"]
+PARTS = ("p50", "p95", "p99", "max")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.main, ["simulate", *arguments])
+
+
+def figures(*arguments: str) -> list[dict[str, Any]]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def refusal(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    return line
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys\n"
+        "from click.testing import CliRunner\n"
+        "from vllm_calrouter.cli import main\n"
+        "for arguments in (['--help'], ['simulate', '--help']):\n"
+        "    assert CliRunner().invoke(main, arguments).exit_code == 0\n"
+        "print(sorted({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == "[]"
+
+
+def test_every_command_is_there_and_helps() -> None:
+    result = CliRunner().invoke(cli.main, ["--help"])
+    for name, (_, line) in cli.COMMANDS.items():
+        assert name in result.output
+        assert line.split()[0] in result.output
+        command = cli.main.get_command(click.Context(cli.main), name)
+        assert command is not None
+        assert command.help
+
+
+def test_a_run_as_json_has_what_is_promised() -> None:
+    (run,) = figures(*SMALL, "--policy", "least_loaded", "--seed", "3")
+    for name in ("ttft_s", "tpot_s", "e2e_s", "pause_s"):
+        assert set(run[name]) == set(PARTS)
+        assert run[name]["p50"] <= run[name]["p99"] <= run[name]["max"]
+    assert run["policy"] == "least_loaded"
+    assert run["seed"] == 3
+    assert 0 <= run["goodput"] <= 1
+    assert set(run["goodput_by_class"]) == {"tight", "loose"}
+    assert run["requests"] == pytest.approx(20, abs=15)
+    assert run["preemptions"] == 0
+    assert run["virtual_s"] > 0
+    assert run["wall_s"] > 0
+
+
+def test_the_same_command_gives_the_same_figures() -> None:
+    first, second = (figures(*SMALL)[0] for _ in range(2))
+    for run in (first, second):
+        del run["wall_s"]
+    assert first == second
+
+
+def test_policies_are_compared_on_the_same_requests(tmp_path: Path) -> None:
+    file = tmp_path / "requests.jsonl"
+    several = ["--policy", "round_robin", "--policy", "least_loaded", "--seed", "1"]
+    several += ["--seed", "2", "--requests-file", str(file)]
+    runs = figures(*SMALL, *several)
+    assert [(run["policy"], run["seed"]) for run in runs] == [
+        ("round_robin", 1),
+        ("round_robin", 2),
+        ("least_loaded", 1),
+        ("least_loaded", 2),
+    ]
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(records) == sum(run["requests"] for run in runs)
+
+    def asked(policy: str) -> list[tuple[Any, ...]]:
+        return [
+            (r["seed"], r["arrival_s"], r["prompt_tokens"], r["slo"])
+            for r in records
+            if r["policy"] == policy
+        ]
+
+    assert asked("round_robin") == asked("least_loaded")
+
+
+def test_a_table_without_json() -> None:
+    result = run(*SMALL, "--policy", "round_robin", "--policy", "least_loaded")
+    assert result.exit_code == 0
+    for word in ("goodput", "TTFT", "round_robin", "least_loaded", "Paired with"):
+        assert word in result.stdout
+
+
+def test_a_trace_is_replayed(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    rows = "".join(f"{n},{50 + n},5\n" for n in range(20))
+    file.write_text("arrival_s,input_tokens,output_tokens\n" + rows)
+    trace = ("--trace", str(file), "--start", "5", "--duration", "10")
+    (run,) = figures(*trace, "--rate", "20")
+    assert run["requests"] == 10
+    assert run["workload"] == str(file)
+
+
+def test_router_options_reach_the_router() -> None:
+    several = ("--policy", "length_threshold", "--prefill", "0", "--decode", "2")
+    config = ("--router-config", "length_threshold_tokens=1")
+    (all_long,) = figures(*SMALL, *several, *config)
+    busy = all_long["busy"]
+    assert busy[0] == 0 < busy[1]
+
+
+def test_a_slow_engine_is_slow() -> None:
+    one = ("--prefill", "0", "--decode", "1", *SMALL)
+    (plain,), (slow,) = figures(*one), figures(*one, "--speed", "0=0.5")
+    assert slow["ttft_s"]["p50"] > 1.5 * plain["ttft_s"]["p50"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "say what arrives"),
+        (["--workload", "chat", "--trace", "x.csv"], "one of both"),
+        (["--workload", "chatt"], "did you mean 'chat'"),
+        ([*SMALL, "--policy", "best"], "unknown routing policy 'best'"),
+        ([*SMALL, "--profile", "h100"], "unknown profile 'h100'"),
+        ([*SMALL, "--rate", "0"], "rate must be above 0"),
+        ([*SMALL, "--duration", "-1"], "duration must be above 0"),
+        ([*SMALL, "--slo-mix", "gold=1"], "no SLO class 'gold'"),
+        ([*SMALL, "--slo-mix", "tight"], "write --slo-mix tight=1"),
+        ([*SMALL, "--slo-mix", "tight=x"], "'x' is no number"),
+        ([*SMALL, "--speed", "9=2"], "no engine '9'"),
+        ([*SMALL, "--speed", "0=0"], "speed"),
+        ([*SMALL, "--router-config", "nonsense=1"], "unknown key 'nonsense'"),
+        ([*SMALL, "--router-config", "output_tokens=x"], "output_tokens"),
+        ([*SMALL, "--router-config", "prefill=1"], "write --prefill"),
+        ([*SMALL, "--router-config", "output_tokens"], "write --router-config"),
+        ([*SMALL, "--max-model-len", "64"], "raise --max-model-len"),
+        ([*SMALL, "--kv-tokens", "100"], "more than an engine holds"),
+        ([*SMALL, "--length-error", "-1"], "length error"),
+        (["--trace", "missing.csv"], "cannot be read"),
+        ([*SMALL, "--requests-file", "/no/such/folder/x"], "--requests-file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
+    assert said in refusal(*arguments)
+
+
+def test_a_profile_with_a_mistake_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "p.json"
+    file.write_text('{"schema": 1}')
+    assert "model" in refusal(*SMALL, "--profile", str(file))

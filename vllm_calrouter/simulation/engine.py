@@ -1,0 +1,384 @@
+"""One engine in virtual time: vLLM's scheduler and KV-cache manager without a model.
+
+What a step holds is vLLM's decision; how long it takes is the profile's.
+"""
+
+from __future__ import annotations
+
+from copy import copy, deepcopy
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from vllm_calrouter.calibration import EngineCosts
+from vllm_calrouter.router.legs import KV_PARAMS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.engine import EngineCoreRequest
+
+    from vllm_calrouter.simulation.connector import Read
+
+#: What the model says, whatever it is asked.
+TOKEN = 0
+
+#: What the scheduler asks its KV-cache manager of a running row; of others, more.
+_RUNNING_ROW = {"num_lookahead_tokens": 0}
+
+
+class _Quiet:
+    """Decode steps in which the scheduler has nothing to decide.
+
+    Nobody waits who could be admitted, everybody computes one token, nobody ends, and
+    there are blocks for all: the next steps are known, and the scheduler is told of
+    them together afterwards, as one step of several tokens each. Its state is then the
+    one that single steps would have led to, but for the numbers of the blocks.
+    """
+
+    def __init__(self, batch: list[Request], most_steps: int) -> None:
+        self.batch = batch
+        self.left = most_steps
+        self.done = 0
+        self.context = sum(request.num_computed_tokens for request in batch)
+
+    def told(self) -> dict[int, EngineCoreOutputs]:
+        """What one of these steps tells each router."""
+        told: dict[int, EngineCoreOutputs] = {}
+        for request in self.batch:
+            message = told.get(request.client_index)
+            if message is None:
+                message = told[request.client_index] = EngineCoreOutputs()
+                message.outputs = []
+            message.outputs.append(EngineCoreOutput(request.request_id, [TOKEN]))
+        return told
+
+    def grown_blocks(self, block_tokens: int) -> int:
+        """Blocks the steps done so far have taken."""
+        return sum(
+            -(-(r.num_computed_tokens + self.done) // block_tokens)
+            + (-r.num_computed_tokens // block_tokens)
+            for r in self.batch
+        )
+
+    def append(self, tokens: int) -> None:
+        """Make up for tokens that were told and that the scheduler does not know."""
+        if tokens:
+            for request in self.batch:
+                request.append_output_token_ids([TOKEN] * tokens)
+
+
+class Engine:
+    """Steps one scheduler; holds no clock: whoever has one calls it.
+
+    Args:
+        rank: of the engine.
+        scheduler: vLLM's, under the plugin's limits (`build_scheduler`).
+        costs: how long a step of what composition takes.
+        block_hasher: vLLM's, where prefixes are cached.
+        every_step: run every step through the scheduler, those without a decision in
+            them too. Slower, with the same outcome.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        scheduler: Any,
+        costs: EngineCosts,
+        block_hasher: Callable[[Request], list[Any]] | None,
+        *,
+        every_step: bool = False,
+    ) -> None:
+        self.rank = rank
+        self.scheduler = scheduler
+        self.costs = costs
+        if not every_step:
+            _skip_empty_allocations(scheduler.kv_cache_manager, scheduler.block_size)
+        self.busy_s = 0.0
+        self.steps = 0
+        self._pool = scheduler.kv_cache_manager.block_pool
+        self._block_hasher = block_hasher
+        self._every_step = every_step
+        self._counts = (0, 0)
+        self._preempted: list[str] = []
+        self._under_way: SchedulerOutput | None = None
+        self._quiet: _Quiet | None = None
+        self._inbox: list[EngineCoreRequest] = []
+        self._in_quiet_step = False
+        # Dictionaries, not sets: their order does not depend on the process.
+        self._received: dict[str, None] = {}
+        self._sent: dict[str, None] = {}
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is under way."""
+        return self._in_quiet_step or self._under_way is not None
+
+    @property
+    def counts(self) -> tuple[int, int, float]:
+        """Requests waiting and running as of the last step's end, and the fraction of
+        KV blocks in use."""
+        free: int = self._pool.get_num_free_blocks()
+        if self._quiet is not None:
+            free -= self._quiet.grown_blocks(self.scheduler.block_size)
+        return (*self._counts, 1.0 - free / (self._pool.num_gpu_blocks - 1))
+
+    def add(self, leg: EngineCoreRequest) -> None:
+        """Queue a leg, as if it had come over the wire."""
+        if self._quiet is not None and not leg.abort_immediately:
+            # The scheduler would look at it when this step is over, not before.
+            self._inbox.append(leg)
+            return
+        self.settle()
+        self._add(leg)
+
+    def _add(self, leg: EngineCoreRequest) -> None:
+        request = Request.from_engine_core_request(_own(leg), self._block_hasher)
+        self.scheduler.add_request(request)
+        if leg.abort_immediately:
+            self.scheduler.finish_requests(
+                leg.request_id, RequestStatus.FINISHED_ABORTED
+            )
+
+    def received(self, request_id: str) -> None:
+        """The KV cache this leg waited for is here."""
+        self.settle()
+        self._received[request_id] = None
+
+    def sent(self, request_id: str) -> None:
+        """The KV cache this finished leg kept was read."""
+        self.settle()
+        self._sent[request_id] = None
+
+    def settle(self) -> None:
+        """Bring the scheduler to where the engine is; before anybody looks at it."""
+        quiet = self._quiet
+        if quiet is None:
+            return
+        if self._in_quiet_step:
+            self._in_quiet_step = False
+            self._under_way = self._schedule()
+        elif quiet.done:
+            quiet.append(quiet.done - 1)
+            self._finish(self.scheduler.schedule())
+        self._quiet = None
+        self._empty_inbox()
+
+    def take_reads(self) -> list[Read]:
+        """KV caches to be moved here, since the last call."""
+        connector = self.scheduler.connector
+        return [] if connector is None else connector.take_reads()
+
+    def take_preempted(self) -> list[str]:
+        """Ids of the legs preempted since the last call."""
+        preempted, self._preempted = self._preempted, []
+        return preempted
+
+    def begin_step(self) -> tuple[float | None, list[dict[int, EngineCoreOutputs]]]:
+        """Start a step.
+
+        Returns its duration in seconds, None when there is nothing to compute, and
+        what was to be told without computing anything.
+        """
+        if self._quiet is None and not self._every_step:
+            self._quiet = self._look_for_quiet()
+        if self._goes_on_quietly():
+            return self._account(self._begin_quiet_step()), []
+        told: list[dict[int, EngineCoreOutputs]] = []
+        while self._has_work():
+            quiet = self._quiet
+            step = self._schedule()
+            if step.total_num_scheduled_tokens:
+                self._under_way = step
+                return self._account(self._seconds(step, quiet)), told
+            news = bool(self._received or self._sent)
+            told.append(self._update(step, [], []))
+            if not news:
+                break
+        return None, told
+
+    def end_step(self) -> dict[int, EngineCoreOutputs]:
+        """Finish the step under way; returns what the engine tells each router."""
+        if self._in_quiet_step:
+            assert self._quiet is not None
+            self._in_quiet_step = False
+            self._quiet.done += 1
+            self._count(len(self._inbox))
+            return self._quiet.told()
+        step = self._under_way
+        assert step is not None, "no step is under way"
+        self._under_way = None
+        return self._finish(step)
+
+    def _account(self, seconds: float) -> float:
+        self.busy_s += seconds
+        self.steps += 1
+        return seconds
+
+    def _look_for_quiet(self) -> _Quiet | None:
+        """The steps ahead in which there is nothing to decide, if there are any."""
+        scheduler = self.scheduler
+        running: list[Request] = scheduler.running
+        _, waiting = scheduler.get_request_counts()
+        full = len(running) >= scheduler.max_num_active_reqs
+        if not running or self._received or self._sent or (waiting and not full):
+            return None
+        # The step after these runs through the scheduler, their tokens with it.
+        seqs = len(running)
+        most = min(
+            scheduler.max_num_scheduled_tokens // seqs,
+            self._pool.get_num_free_blocks() // seqs * scheduler.block_size,
+        )
+        for request in running:
+            produced = request.num_output_tokens
+            if not produced or request.num_tokens - request.num_computed_tokens != 1:
+                return None
+            most = min(
+                most,
+                request.max_tokens - produced,
+                scheduler.max_model_len - request.num_tokens,
+            )
+        return _Quiet(list(running), most - 1) if most > 1 else None
+
+    def _goes_on_quietly(self) -> bool:
+        """Whether the next step has nothing to decide either; takes in new legs."""
+        quiet, scheduler = self._quiet, self.scheduler
+        if quiet is None:
+            return False
+        if self._inbox and len(quiet.batch) < scheduler.max_num_active_reqs:
+            rest = scheduler.max_num_scheduled_tokens
+            rest -= (quiet.done + 1) * len(quiet.batch)
+            if rest < sum(map(_own_tokens, self._inbox)):
+                # What was told must not cost the new ones a part of their step.
+                self.settle()
+                return False
+            quiet.left = 0
+        self._empty_inbox()
+        return quiet.left > 0
+
+    def _empty_inbox(self) -> None:
+        legs, self._inbox = self._inbox, []
+        for leg in legs:
+            self._add(leg)
+
+    def _begin_quiet_step(self) -> float:
+        quiet = self._quiet
+        assert quiet is not None
+        quiet.left -= 1
+        quiet.context += len(quiet.batch)
+        self._in_quiet_step = True
+        return self.costs.step_s(0, 0, len(quiet.batch), quiet.context)
+
+    def _has_work(self) -> bool:
+        # vLLM's `has_requests` also counts blocks pinned for a reader, to keep polling.
+        return bool(
+            self._received
+            or self._sent
+            or self.scheduler.finished_req_ids
+            or self.scheduler.has_unfinished_requests()
+        )
+
+    def _schedule(self) -> SchedulerOutput:
+        """vLLM's step, with what quiet steps have told and it has not seen."""
+        if self._quiet is not None:
+            self._quiet.append(self._quiet.done)
+            self._quiet = None
+        step: SchedulerOutput = self.scheduler.schedule()
+        self._preempted += sorted(step.preempted_req_ids or ())
+        return step
+
+    def _finish(self, step: SchedulerOutput) -> dict[int, EngineCoreOutputs]:
+        ids = list(step.num_scheduled_tokens)
+        requests = self.scheduler.requests
+        tokens = [
+            [] if (r := requests.get(i)) is None or r.is_prefill_chunk else [TOKEN]
+            for i in ids
+        ]
+        return self._update(step, ids, tokens)
+
+    def _update(
+        self, step: SchedulerOutput, ids: list[str], tokens: list[list[int]]
+    ) -> dict[int, EngineCoreOutputs]:
+        moved = None
+        if self._received or self._sent:
+            moved = KVConnectorOutput(
+                finished_recving=self._received, finished_sending=self._sent
+            )
+            self._received, self._sent = {}, {}
+        result = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={name: index for index, name in enumerate(ids)},
+            sampled_token_ids=tokens,
+            kv_connector_output=moved,
+        )
+        told: dict[int, EngineCoreOutputs] = self.scheduler.update_from_output(
+            step, result
+        )
+        self._count()
+        return told
+
+    def _count(self, unseen: int = 0) -> None:
+        running, waiting = self.scheduler.get_request_counts()
+        self._counts = (waiting + unseen, running)
+
+    def _seconds(self, step: SchedulerOutput, quiet: _Quiet | None) -> float:
+        """How long a step takes, which also brings in what quiet ones have told."""
+        requests = self.scheduler.requests
+        # The running rows come first, and all of them were there.
+        late = 0 if quiet is None or not quiet.done else len(quiet.batch)
+        prefill_tokens = squares = seqs = context = 0
+        for request_id, tokens in step.num_scheduled_tokens.items():
+            if late and quiet is not None:
+                late -= 1
+                tokens -= quiet.done
+            # vLLM has advanced it already: this is where the step ends.
+            end = requests[request_id].num_computed_tokens
+            if tokens == 1:
+                seqs += 1
+                context += end
+            else:
+                start = end - tokens
+                prefill_tokens += tokens
+                squares += end * end - start * start
+        return self.costs.step_s(prefill_tokens, squares, seqs, context)
+
+
+def _own_tokens(leg: EngineCoreRequest) -> int:
+    """The most tokens an engine may compute of a leg in its first step."""
+    tokens = len(leg.prompt_token_ids or ())
+    params = leg.sampling_params
+    extra = (params.extra_args or {}) if params is not None else {}
+    moved = (extra.get(KV_PARAMS) or {}).get("remote_num_tokens", 0)
+    # With all of it there, the last one is computed again.
+    return max(1, tokens - moved)
+
+
+def _skip_empty_allocations(manager: Any, block_tokens: int) -> None:
+    """Spare the KV-cache manager the question of rows that stay within their block.
+
+    It would find that there is nothing to allocate, to free or to remember: most rows
+    of a decode step.
+    """
+    allocate, nothing = manager.allocate_slots, manager.empty_kv_cache_blocks
+
+    def allocate_slots(request: Request, tokens: int, **more: Any) -> Any:
+        within = request.num_computed_tokens % block_tokens
+        if within and within + tokens < block_tokens and more == _RUNNING_ROW:
+            return nothing
+        return allocate(request, tokens, **more)
+
+    manager.allocate_slots = allocate_slots
+
+
+def _own(leg: EngineCoreRequest) -> EngineCoreRequest:
+    """The leg with what an engine writes to made its own, as over a wire."""
+    params = leg.sampling_params
+    if params is None or KV_PARAMS not in (params.extra_args or {}):
+        return leg
+    own = copy(leg)
+    own.sampling_params = copy(params)
+    own.sampling_params.extra_args = deepcopy(params.extra_args)
+    return own
