@@ -322,8 +322,8 @@ def _check_observable(scheduler: type) -> None:
 
     if not issubclass(scheduler, Scheduler):
         raise OptionError(
-            f"{scheduler.__name__} is no subclass of vLLM's Scheduler, so an engine "
-            "cannot tell what it holds: drop --scheduler-cls or write "
+            f"{scheduler.__name__} does not derive from vLLM's Scheduler, so that "
+            "engines cannot tell what they hold: drop --scheduler-cls or write "
             "--router-config.telemetry off"
         )
 
