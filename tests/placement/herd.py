@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import random
@@ -23,6 +24,7 @@ class Leg:
     prompt_tokens: int
     output_tokens: int
     left_tokens: int
+    arrived_s: float
 
 
 @dataclass
@@ -90,8 +92,6 @@ class Herd:
         policy: name of the policy.
         slots: of each engine.
         believed_routers: how many each router takes to be there; by default the truth.
-        echo: whether routers learn which of their bookings a message includes. Without,
-            every message hides what was booked since.
     """
 
     def __init__(
@@ -103,14 +103,12 @@ class Herd:
         slots: int = 64,
         latest_s: float = 0.25,
         believed_routers: int | None = None,
-        echo: bool = True,
         seed: int = 0,
     ) -> None:
         self.engines = [DecodeEngine(costs, slots) for costs in engines]
-        self.most_under_way = [0] * len(engines)
-        self.worst_excess = 0.0
+        #: Of every leg, the seconds from its arrival to its first step.
+        self.waits_s: list[float] = []
         self._latest_s = latest_s
-        self._echo = echo
         self._random = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = itertools.count()
@@ -157,23 +155,25 @@ class Herd:
             booking = router.table.book(
                 rank, Phase.DECODE, prompt_tokens, output_tokens
             )
-            leg = Leg(index, booking, prompt_tokens, output_tokens, output_tokens)
+            leg = Leg(
+                index, booking, prompt_tokens, output_tokens, output_tokens, now_s
+            )
             self.engines[rank].accept(leg)
-            self._note()
             self._start_step(rank, now_s)
 
         self.at(moment_s, arrive)
-
-    def _note(self) -> None:
-        under_way = [len(engine.legs) for engine in self.engines]
-        self.most_under_way = [*map(max, self.most_under_way, under_way)]
 
     def _start_step(self, rank: int, now_s: float) -> None:
         engine = self.engines[rank]
         if self._stepping[rank] or not engine.legs:
             return
         self._stepping[rank] = True
-        self.at(now_s + engine.step_s(), lambda then_s: self._end_step(rank, then_s))
+        self.waits_s += [
+            now_s - leg.arrived_s
+            for leg in engine.legs[: engine.slots]
+            if leg.left_tokens == leg.output_tokens
+        ]
+        self.at(now_s + engine.step_s(), functools.partial(self._end_step, rank))
 
     def _end_step(self, rank: int, now_s: float) -> None:
         self._stepping[rank] = False
@@ -184,24 +184,16 @@ class Herd:
     def tell(self, until_s: float, every_s: float) -> None:
         """Each engine tells every router; each message takes its own time."""
         for rank in range(len(self.engines)):
-            for turn in range(int(until_s / every_s)):
-                self.at(
-                    (turn + 1) * every_s,
-                    lambda now_s, rank=rank: self._tell(rank, now_s),
-                )
+            for turn in range(1, int(until_s / every_s) + 1):
+                self.at(turn * every_s, functools.partial(self._tell, rank))
 
     def _tell(self, rank: int, now_s: float) -> None:
         for index, router in enumerate(self.routers):
             message = self.engines[rank].message(index)
-            if not self._echo:
-                message["booking_seen"] = 2**40
             late_s = self._random.uniform(0.0, self._latest_s)
 
-            def hear(
-                then_s: float,
-                table: Table = router.table,
-                message: dict[str, int] = message,
-            ) -> None:
-                table.hear(rank, **message, now_s=then_s)
+            self.at(now_s + late_s, functools.partial(_hear, router, rank, message))
 
-            self.at(now_s + late_s, hear)
+
+def _hear(router: Router, rank: int, message: dict[str, int], now_s: float) -> None:
+    router.table.hear(rank, **message, now_s=now_s)

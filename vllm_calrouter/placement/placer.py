@@ -8,9 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_calrouter import _core
-from vllm_calrouter._core import Costs, Phase
+from vllm_calrouter._core import Phase
 from vllm_calrouter.options import RouterOptions
-from vllm_calrouter.placement.costs import A40_QWEN_3B, Limits
+from vllm_calrouter.placement.costs import (
+    A40_QWEN_3B,
+    EngineCosts,
+    Limits,
+    core_costs,
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Placer:
         *,
         index: int = 0,
         count: int = 1,
-        costs: Sequence[Costs] | None = None,
+        costs: Sequence[EngineCosts] | None = None,
         limits: Sequence[Limits] | None = None,
         explain: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -104,7 +109,7 @@ class Placer:
     def _price_engines(
         self,
         options: RouterOptions,
-        costs: Sequence[Costs] | None,
+        costs: Sequence[EngineCosts] | None,
         limits: Sequence[Limits] | None,
     ) -> None:
         engines = range(self.pools.engines)
@@ -117,7 +122,7 @@ class Placer:
                 for rank in engines
             ]
         for rank, cost, limit in zip(engines, costs, limits, strict=True):
-            self.table.set_costs(rank, cost)
+            self.table.set_costs(rank, core_costs(cost))
             self.table.set_limits(
                 rank,
                 max_num_seqs=limit.max_num_seqs,
