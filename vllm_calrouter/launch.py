@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_calrouter import options as opt
+from vllm_calrouter.calibration import ProfileError, load
 from vllm_calrouter.options import OptionError, RouterOptions
 
 if TYPE_CHECKING:
@@ -32,11 +33,12 @@ _BYPASSES = {
 
 _SETS_RANK = ("data_parallel_rank", "data_parallel_start_rank")
 
-#: Keys that mean something under one policy only.
+#: Keys that mean something under some policies only.
 _POLICY_KEYS = {
-    "length_threshold_tokens": "length_threshold",
-    "long_share": "length_threshold",
-    "seed": "power_of_two",
+    "length_threshold_tokens": ("length_threshold",),
+    "long_share": ("length_threshold",),
+    "seed": ("power_of_two",),
+    "profile": opt.PRICING_POLICIES,
 }
 
 #: Keys that mean something only where prefill has engines of its own.
@@ -81,6 +83,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
     _check_engines(args.data_parallel_size, options.prefill)
     _check_models(args, options)
     _check_journal(options.journal)
+    _check_profile(options.profile)
     check_telemetry(options, args.data_parallel_size)
     _check_telemetry_free(options, args.data_parallel_size)
     return options
@@ -98,11 +101,12 @@ def _written_config(args: Namespace) -> dict[str, Any]:
 
 
 def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
-    for key, policy in _POLICY_KEYS.items():
-        if key in config and options.policy != policy:
+    for key, policies in _POLICY_KEYS.items():
+        if key in config and options.policy not in policies:
             raise OptionError(
                 f"--router-config.{key} has no effect under the policy "
-                f"{options.policy}: drop it or write --router-policy {policy}"
+                f"{options.policy}: drop it or write --router-policy "
+                f"{' or '.join(policies)}"
             )
     for key, predictor in _PREDICTOR_KEYS.items():
         if key in config and options.predictor != predictor:
@@ -177,6 +181,15 @@ def _check_models(args: Namespace, options: RouterOptions) -> None:
                 f"--router-config.defaults are for the model {name!r}, which is not "
                 f"served: write one of {', '.join(map(repr, served))}"
             )
+
+
+def _check_profile(profile: str | None) -> None:
+    if profile is None:
+        return
+    try:
+        load(profile)
+    except ProfileError as error:
+        raise OptionError(f"--router-config.profile: {error}") from None
 
 
 def _check_journal(journal: str | None) -> None:

@@ -27,6 +27,9 @@ POLICIES = (
     "paper",
 )
 
+#: Those that price placements in seconds.
+PRICING_POLICIES = ("calibrated", "paper")
+
 PREDICTORS = ("hint", "constant", "max_tokens", "online", "oracle", "noisy")
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -62,6 +65,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     policy: str = "vllm"
+    profile: str | None = None
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
@@ -98,6 +102,8 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 HELP = {
     "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
+    "profile": "calibrated, paper: what work costs on these engines; the name of a "
+    "shipped profile or a file. Without it an A40's figures stand in.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "

@@ -2,18 +2,20 @@
 
 from vllm_calrouter.placement.costs import (
     A40_QWEN_3B,
-    EngineCosts,
     Limits,
     core_costs,
+    engine_costs,
+    engine_limits,
 )
 from vllm_calrouter.placement.placer import Choice, Placer, Pools
 
 __all__ = [
     "A40_QWEN_3B",
     "Choice",
-    "EngineCosts",
     "Limits",
     "Placer",
     "Pools",
     "core_costs",
+    "engine_costs",
+    "engine_limits",
 ]

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_calrouter import _core
-from vllm_calrouter._core import Phase
+from vllm_calrouter._core import Costs, Phase
+from vllm_calrouter.calibration import EngineCosts
 from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.placement.costs import (
-    A40_QWEN_3B,
-    EngineCosts,
     Limits,
     core_costs,
+    engine_costs,
+    engine_limits,
 )
 
 
@@ -77,7 +78,8 @@ class Placer:
         pools: which ranks run which phase.
         index, count: which of how many routers (API servers) this one is. Routers
             start at different engines, so that idle ones do not all pick the first.
-        costs: what work costs on each engine, by rank; read by the policies that price.
+        costs: what work costs on each engine, by rank, for the policies that price; by
+            default what the profile of `options` says.
         limits: each engine's scheduler limits, by rank; by default vLLM's own defaults,
             or what `options` says for the engine's role.
         explain: keep the terms of every decision.
@@ -91,7 +93,7 @@ class Placer:
         *,
         index: int = 0,
         count: int = 1,
-        costs: Sequence[EngineCosts] | None = None,
+        costs: Sequence[EngineCosts | Costs] | None = None,
         limits: Sequence[Limits] | None = None,
         explain: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -109,19 +111,14 @@ class Placer:
     def _price_engines(
         self,
         options: RouterOptions,
-        costs: Sequence[EngineCosts] | None,
+        costs: Sequence[EngineCosts | Costs] | None,
         limits: Sequence[Limits] | None,
     ) -> None:
-        engines = range(self.pools.engines)
-        prefill = self.pools.prefill
-        if costs is None:
-            costs = [A40_QWEN_3B for _ in engines]
-        if limits is None:
-            limits = [
-                Limits(**options.role_limits(prefill=rank < prefill))
-                for rank in engines
-            ]
-        for rank, cost, limit in zip(engines, costs, limits, strict=True):
+        engines = self.pools.engines
+        costs = costs or engine_costs(options, engines)
+        limits = limits or engine_limits(options, engines)
+        engines_of = zip(costs, limits, strict=True)
+        for rank, (cost, limit) in enumerate(engines_of):
             self.table.set_costs(rank, core_costs(cost))
             self.table.set_limits(
                 rank,
