@@ -30,7 +30,7 @@ _FIGURES = (
     *("kv_total_blocks", "kv_free_blocks", "kv_pinned_blocks", "block_tokens"),
 )
 _ROUTERS = 2
-_ENGINES = 3
+_ENGINES = 2
 
 
 def message(**figures: Any) -> dict[str, Any]:
@@ -242,7 +242,23 @@ class Cluster(RuleBasedStateMachine):
 
 
 TestCluster = Cluster.TestCase
-TestCluster.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestCluster.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def test_what_a_restarted_engine_lost_is_unseen_until_it_is_released() -> None:
+    table = Table(1)
+    numbers = [table.book(0, Phase.DECODE, 100, 50) for _ in range(3)]
+    table.hear(0, **message(incarnation=1, sequence=5, booking_seen=numbers[1]))
+    assert table.unseen(0)["legs"] == (0, 1)
+    table.hear(0, **message(incarnation=2, sequence=1))
+    assert table.unseen(0) == {
+        "legs": (0, 3),
+        "prompt_tokens": (0, 300),
+        "output_tokens": (0, 150),
+    }
+    for number in numbers:
+        table.release(number)
+    assert table.is_idle()
 
 
 def test_a_restarted_router_finds_its_old_work_in_the_figures() -> None:
