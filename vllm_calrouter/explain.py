@@ -81,8 +81,7 @@ def decision_table(decision: Record) -> Table:
     """Every candidate with its score and every term, the chosen one marked."""
     found = candidates(decision)
     names = list(dict.fromkeys(name for one in found for name in one.terms))
-    table = Table(title=escape(f"{decision.get('phase')}: {why(decision)}"))
-    table.title_justify = "left"
+    table = Table()
     table.add_column("")
     table.add_column("engine", justify="right")
     for name in names:
@@ -170,11 +169,10 @@ def show(record: Record, console: Console) -> None:
     console.print(escape(", ".join(about)), soft_wrap=True)
     decisions = record.get("decisions") or []
     for decision in decisions:
+        line = f"{decision.get('phase')}: engine {decision.get('rank')}, "
+        console.print(escape(line + why(decision)), soft_wrap=True)
         if candidates(decision):
             console.print(decision_table(decision))
-        else:
-            line = f"{decision.get('phase')}: engine {decision.get('rank')}, "
-            console.print(escape(line + why(decision)))
     if not any(one.terms for d in decisions for one in candidates(d)):
         console.print("Scores are the policy's own counts: it prices no terms.")
     console.print(outcome_table(record))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,10 +74,12 @@ async def test_decisions_are_the_journal_s_records() -> None:
     for name in "abc":
         router.begin(request(name, params={"max_tokens": 1}))
         router.answered(answer(token(name, FinishReason.LENGTH)))
-    router._ended[-1]["decisions"][0]["candidates"] = [(0, float("inf"))]
+    last = router._ended[-1].journey
+    last.choices[0] = replace(last.choices[0], scores=((0, float("inf")),))
     found = http.get("/router/decisions", params={"limit": 2}).json()
     assert [record["request_id"] for record in found] == ["user-b", "user-c"]
-    assert found[0] == msgspec.json.decode(msgspec.json.encode(router._ended[1]))
+    (record,) = router.decisions(1, "user-b")
+    assert found[0] == msgspec.json.decode(msgspec.json.encode(record))
     assert found[1]["decisions"][0]["candidates"] == [[0, None]]
     one = http.get("/router/decisions", params={"request_id": "user-a"}).json()
     assert [record["request_id"] for record in one] == ["user-a"]

@@ -413,6 +413,9 @@ def test_the_last_decisions_are_kept_and_no_more() -> None:
     ids = [record["request_id"] for record in router.decisions(10_000)]
     assert ids == [f"user-{number}" for number in range(700, 1200)]
     assert [r["request_id"] for r in router.decisions(2)] == ids[-2:]
+    # What is remembered is small: no prompts but the last one.
+    held = [hasattr(one.journey, "request") for one in router._ended]
+    assert held == [False] * 499 + [True]
 
 
 def test_a_request_under_way_is_found_by_its_id_without_an_end() -> None:

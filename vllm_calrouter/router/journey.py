@@ -67,6 +67,17 @@ class Journey:
     #: Set for a warm-up only: resolves with the finish reason, and its outputs are
     #: nobody's.
     done: Future[str] | None = field(default=None, repr=False)
+    #: The id by which the client, or its API route, knows the request.
+    known_id: str = field(init=False)
+    arrival_time: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.known_id = self.request.external_req_id or self.request.request_id
+        self.arrival_time = self.request.arrival_time
+
+    def forget_request(self) -> None:
+        """Let the request and its prompt go; a record needs neither."""
+        del self.request
 
     def rank(self, phase: Phase) -> int | None:
         """The engine chosen for a phase, if one was."""
@@ -74,11 +85,6 @@ class Journey:
             if choice.phase == phase:
                 return choice.rank
         return None
-
-    @property
-    def known_id(self) -> str:
-        """The id by which the client, or its API route, knows the request."""
-        return str(self.request.external_req_id or self.request.request_id)
 
     @property
     def ttft_s(self) -> float | None:
@@ -99,7 +105,7 @@ class Journey:
         return {
             "request_id": self.known_id,
             "router": router,
-            "arrival_time": self.request.arrival_time,
+            "arrival_time": self.arrival_time,
             "prompt_tokens": self.prompt_tokens,
             "model": self.features.model or self.features.adapter,
             "slo": {

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
@@ -52,6 +52,14 @@ _NO_WISHES = Wishes()
 
 #: Records of ended requests kept for `GET /router/decisions`.
 _MOST_REMEMBERED = 500
+
+
+class _Ended(NamedTuple):
+    """What `Router.decisions` tells of a request; `finish` None: still under way."""
+
+    journey: Journey
+    at_s: float
+    finish: str | None
 
 
 class Router:
@@ -95,7 +103,7 @@ class Router:
         self.predictor = make_predictor(options, index)
         self._rules = Rules(options)
         self._numbers = itertools.count()
-        self._ended: deque[dict[str, Any]] = deque(maxlen=_MOST_REMEMBERED)
+        self._ended: deque[_Ended] = deque(maxlen=_MOST_REMEMBERED)
         self._journal = journal
         self._clock = clock
         self._by_request: dict[str, Journey] = {}
@@ -494,10 +502,12 @@ class Router:
                 journey.done.set_result(finish)
             return
         now_s = self._clock()
-        record = journey.record(now_s, finish, self.index)
-        self._ended.append(record)
         if self._journal is not None:
-            self._journal.write(record)
+            self._journal.write(journey.record(now_s, finish, self.index))
+        if self._ended:
+            # Of the last one, whoever ended it may still have to tell its client.
+            self._ended[-1].journey.forget_request()
+        self._ended.append(_Ended(journey, now_s, finish))
         if journey.request.sampling_params is not None:
             self._learn(journey, now_s - journey.began_s, finish)
 
@@ -525,16 +535,20 @@ class Router:
             request_id: only of this request (`records.belongs_to`), also if it is under
                 way; its `finish` is then None.
         """
-        records = self._ended if request_id is None else self._records_of(request_id)
-        return list(deque(records, maxlen=limit))
-
-    def _records_of(self, request_id: str) -> Iterable[dict[str, Any]]:
-        for record in self._ended:
-            if belongs_to(record["request_id"], request_id):
-                yield record
-        for journey in self._by_request.values():
-            if journey.done is None and belongs_to(journey.known_id, request_id):
-                yield journey.record(self._clock(), None, self.index)
+        told: Iterable[_Ended] = self._ended
+        if request_id is not None:
+            under_way = (
+                _Ended(journey, self._clock(), None)
+                for journey in self._by_request.values()
+                if journey.done is None
+            )
+            told = (
+                one
+                for one in itertools.chain(self._ended, under_way)
+                if belongs_to(one.journey.known_id, request_id)
+            )
+        latest = deque(told, maxlen=limit)
+        return [one.journey.record(one.at_s, one.finish, self.index) for one in latest]
 
 
 def _why_not_exact(journey: Journey) -> str | None:
