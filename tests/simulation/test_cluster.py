@@ -163,8 +163,8 @@ def test_kv_caches_leave_an_engine_one_after_another() -> None:
 
 def test_a_pinned_kv_cache_takes_the_place_of_others() -> None:
     """A prefill engine whose blocks wait for readers starts nothing new."""
-    slow = costs(transfer_base_s=5.0, kv_capacity_tokens=1_024)
-    ran = cluster(each=[slow, COSTS, COSTS])
+    slow = costs(transfer_base_s=5.0)
+    ran = cluster(each=[costs(kv_capacity_tokens=1_024), slow, slow])
     first, second = ran.run([one_request(800, 2), one_request(800, 2)])
     assert first.e2e_s is not None
     assert second.ttft_s is not None

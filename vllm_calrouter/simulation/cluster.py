@@ -253,7 +253,8 @@ class Cluster:
 
     def _report(self) -> None:
         self._counts = [engine.counts for engine in self.engines]
-        if self._unfinished:
+        # Where nothing else is to come, there will be nothing new to report.
+        if self._events:
             self._at(self.now_s + self._report_s, self._report)
 
 
