@@ -80,7 +80,8 @@ async def test_decisions_are_the_journal_s_records() -> None:
     assert [record["request_id"] for record in found] == ["user-b", "user-c"]
     (record,) = router.decisions(1, "user-b")
     assert found[0] == msgspec.json.decode(msgspec.json.encode(record))
-    assert found[1]["decisions"][0]["candidates"] == [[0, None]]
+    (candidate,) = found[1]["decisions"][0]["candidates"]
+    assert candidate == {"rank": 0, "score": None, "terms": {}}
     one = http.get("/router/decisions", params={"request_id": "user-a"}).json()
     assert [record["request_id"] for record in one] == ["user-a"]
     for limit in ("0", "-1", "x", "99999999999999999999"):

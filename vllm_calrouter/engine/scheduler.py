@@ -47,12 +47,18 @@ def observe(scheduler: Any, options: RouterOptions, rank: int) -> None:
     folder = options.telemetry_keys
     keys = load_keys(folder, "engine") if folder else None
     publisher = Publisher(transport.located(options.telemetry), rank, keys=keys)
-    role: Role = "both"
-    if options.prefill:
-        role = "prefill" if rank < options.prefill else "decode"
-    scheduler.observer = Observer(scheduler, rank=rank, role=role, to=publisher)
+    scheduler.observer = Observer(
+        scheduler, rank=rank, role=role_of(rank, options), to=publisher
+    )
     # A router that starts later hears an idle engine, too.
     scheduler.observer.tell()
+
+
+def role_of(rank: int, options: RouterOptions) -> Role:
+    """What the engine of this rank does."""
+    if not options.prefill:
+        return "both"
+    return "prefill" if rank < options.prefill else "decode"
 
 
 def _base_class(vllm_config: VllmConfig) -> Any:

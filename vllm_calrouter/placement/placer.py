@@ -61,6 +61,10 @@ class Choice:
     seconds: float
     terms: Mapping[int, Mapping[str, float]] | None = None
 
+    def price(self) -> Mapping[str, float] | None:
+        """The terms of the chosen engine, in seconds; None where nobody priced."""
+        return None if self.terms is None else self.terms.get(self.rank)
+
     def candidates(self) -> list[dict[str, Any]]:
         """The scores and their terms as plain data, as journal and pages show them."""
         terms = self.terms or {}

@@ -23,6 +23,13 @@ class Stage(Enum):
     WHOLE = "whole"
 
 
+#: Terms of a price (docs/pricing.md) that pass before a first token can be there.
+_BEFORE_THE_FIRST_TOKEN = (
+    *("prefill_backlog_s", "prefill_own_s"),
+    *("transfer_s", "decode_wait_s"),
+)
+
+
 @dataclass(slots=True, kw_only=True)
 class Journey:
     """State of one request between its arrival and its end.
@@ -92,6 +99,34 @@ class Journey:
         if self.first_token_s is None:
             return None
         return self.first_token_s - self.began_s
+
+    def targets_left_s(
+        self, now_s: float, *, early: bool
+    ) -> tuple[float | None, float | None]:
+        """Targets for the decode leg, in seconds from now; below 0: overdue.
+
+        `early`: the first token is with the client, and its target is history.
+        """
+        ttft_s = None if early else self.wishes.ttft_s
+        if ttft_s is not None:
+            ttft_s -= now_s - self.began_s
+        return ttft_s, self.wishes.tpot_s
+
+    def predict(self, now_s: float) -> None:
+        """Take from the last choice's price what it says of times to come.
+
+        Pressure and lateness are weights in a price, and no times.
+        """
+        price = self.choices[-1].price()
+        if price is None:
+            return
+        first_s = sum(price[term] for term in _BEFORE_THE_FIRST_TOKEN)
+        first_s += now_s - self.began_s
+        if self.predicted_ttft_s is None:
+            step_s = price["decode_own_s"] / max(1, self.predicted_tokens)
+            self.predicted_ttft_s = first_s + step_s
+        if self.choices[-1].phase == Phase.DECODE:
+            self.predicted_e2e_s = first_s + price["decode_own_s"]
 
     def record(self, now_s: float, finish: str | None, router: int) -> dict[str, Any]:
         """The journal line: what was decided, and what came of it.

@@ -10,7 +10,7 @@ import itertools
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.exceptions import VLLMValidationError
@@ -25,7 +25,7 @@ from vllm.v1.engine import (
 
 from vllm_calrouter._core import Phase
 from vllm_calrouter.options import RouterOptions
-from vllm_calrouter.placement import Choice, Placer, Pools
+from vllm_calrouter.placement import Choice, Limits, Placer, Pools
 from vllm_calrouter.predictors import Features, make_predictor
 from vllm_calrouter.records import belongs_to
 from vllm_calrouter.router import legs
@@ -38,6 +38,7 @@ from vllm_calrouter.router.wishes import Rules, Wishes
 if TYPE_CHECKING:
     from asyncio import Future
 
+    from vllm_calrouter.calibration import EngineCosts
     from vllm_calrouter.router.journal import Journal
 
 logger = init_logger("vllm.calrouter")
@@ -49,6 +50,9 @@ _PREFILLED = (FinishReason.LENGTH, FinishReason.STOP)
 _NOT_BY_ITSELF = ("abort", "error")
 
 _NO_WISHES = Wishes()
+
+#: Engines up to which every decision keeps its terms: about a microsecond each.
+_ALWAYS_EXPLAINED = 64
 
 #: Records of ended requests kept for `GET /router/decisions`.
 _MOST_REMEMBERED = 500
@@ -70,6 +74,7 @@ class Router:
         engines: number of engines; ranks are 0 to engines - 1.
         index, count: which of how many API servers this is.
         first_token: when a prefill engine's token is sent to the client at once.
+        costs, limits: of each engine, by rank (`Placer`).
         metrics, journal: where decisions are told; the journal may be None.
         clock: seconds; only differences count.
     """
@@ -82,6 +87,8 @@ class Router:
         index: int = 0,
         count: int = 1,
         first_token: FirstToken | None = None,
+        costs: Sequence[EngineCosts] | None = None,
+        limits: Sequence[Limits] | None = None,
         metrics: RouterMetrics | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -93,7 +100,9 @@ class Router:
             self.pools,
             index=index,
             count=count,
-            explain=journal is not None,
+            costs=costs,
+            limits=limits,
+            explain=journal is not None or engines <= _ALWAYS_EXPLAINED,
         )
         self.index = index
         #: No other router's, nor this one's after a restart.
@@ -117,6 +126,13 @@ class Router:
         """Write out the journal; may be called any number of times."""
         if self._journal is not None:
             self._journal.close()
+
+    def drop_expired(self) -> int:
+        """Drop bookings that nobody released within their lease; how many.
+
+        None should ever be there: it keeps a fault from counting for ever.
+        """
+        return self.placer.table.expire(self._clock())
 
     @property
     def requests_under_way(self) -> int:
@@ -153,6 +169,7 @@ class Router:
             Phase.PREFILL,
             tokens,
             predicted,
+            slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=("warm_up", pair[0]) if pair else None,
         )
         bypass = self._first_token.why_not(request)
@@ -179,6 +196,8 @@ class Router:
             bypass=bypass,
             done=done,
         )
+        if bypass is None:
+            journey.predict(journey.began_s)
         self._by_request[request.request_id] = journey
         self._prefilling[leg.request_id] = journey
         return leg
@@ -203,9 +222,15 @@ class Router:
             given = ("forced", request.data_parallel_rank)
         elif vllm_rank is not None:
             given = ("vllm", vllm_rank)
-        choice = self._choose(phase, tokens, predicted, given=given)
+        choice = self._choose(
+            phase,
+            tokens,
+            predicted,
+            slo_s=(wishes.ttft_s, wishes.tpot_s),
+            given=given,
+        )
         booking = self._book(choice, tokens, predicted)
-        self._by_request[request.request_id] = Journey(
+        journey = Journey(
             request=request,
             stage=Stage.WHOLE,
             leg_id=request.request_id,
@@ -219,6 +244,8 @@ class Router:
             booking=booking,
             cause=cause,
         )
+        journey.predict(journey.began_s)
+        self._by_request[request.request_id] = journey
         if self.metrics and cause is not None:
             self.metrics.one_leg(cause)
         return legs.one_leg(request, choice.rank, self._name(booking, predicted))
@@ -262,11 +289,22 @@ class Router:
         prompt: int,
         output: int,
         *,
+        slo_s: tuple[float | None, float | None],
         given: tuple[str, int] | None = None,
     ) -> Choice:
-        """Ask the policy, or take the rank that `given` (by whom, rank) names."""
+        """Ask the policy, or take the rank that `given` (by whom, rank) names.
+
+        `slo_s`: targets in seconds, from now to the first token and between tokens.
+        """
         if given is None:
-            choice = self.placer.choose(phase, prompt, output)
+            choice = self.placer.choose(
+                phase,
+                prompt,
+                output,
+                slo_ttft_s=slo_s[0] or 0.0,
+                slo_tpot_s=slo_s[1] or 0.0,
+                now_s=self._clock(),
+            )
         else:
             choice = Choice(phase, given[1], given[0], "given", (), 0.0)
         logger.debug("chose %s", choice)
@@ -276,7 +314,9 @@ class Router:
 
     def _book(self, choice: Choice, prompt: int, output: int) -> int:
         table = self.placer.table
-        booking = table.book(choice.rank, choice.phase, prompt, output)
+        booking = table.book(
+            choice.rank, choice.phase, prompt, output, now_s=self._clock()
+        )
         self._tell_load(choice)
         return booking
 
@@ -421,9 +461,14 @@ class Router:
                 self.metrics.handover_without_kv()
         tokens, predicted = journey.prompt_tokens, journey.predicted_tokens
         choice = self._choose(
-            Phase.DECODE, tokens, predicted, given=journey.given_decode
+            Phase.DECODE,
+            tokens,
+            predicted,
+            slo_s=journey.targets_left_s(self._clock(), early=first_token is not None),
+            given=journey.given_decode,
         )
         journey.choices.append(choice)
+        journey.predict(self._clock())
         journey.stage = Stage.DECODE
         journey.leg_id = journey.request.request_id
         journey.booking = self._book(choice, tokens, predicted)

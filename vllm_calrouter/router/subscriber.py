@@ -192,24 +192,7 @@ class Subscriber:
             return "garbage"
 
     def _book(self, rank: int, message: EngineMessage, now_s: float) -> str:
-        news = self._table.hear(
-            rank,
-            incarnation=message.incarnation,
-            sequence=message.sequence,
-            booking_seen=message.seen.get(self._router, 0),
-            prefill_tokens=message.prefill_tokens,
-            output_tokens=message.output_tokens,
-            context_tokens=message.context_tokens,
-            running=message.running,
-            waiting=message.waiting,
-            waiting_remote=message.waiting_remote,
-            kv_total_blocks=message.kv_total_blocks,
-            kv_free_blocks=message.kv_free_blocks,
-            kv_pinned_blocks=message.kv_pinned_blocks,
-            block_tokens=message.block_tokens,
-            now_s=now_s,
-        )
-        if not news:
+        if not hear(self._table, message, self._router, now_s):
             return "stale"
         self._heard[rank] = Heard(message, now_s)
         return "heard"
@@ -235,3 +218,31 @@ class Subscriber:
             "booking_seen": last.message.seen.get(self._router, 0),
             "age_s": self._clock() - last.at_s,
         }
+
+
+def hear(table: Hears, message: EngineMessage, router: str, now_s: float) -> bool:
+    """Take a message into a router's table; False when it is stale.
+
+    Args:
+        router: uid of the router whose bookings the table holds.
+        now_s: when it was read.
+
+    Raises ValueError when the figures contradict each other.
+    """
+    return table.hear(
+        message.rank,
+        incarnation=message.incarnation,
+        sequence=message.sequence,
+        booking_seen=message.seen.get(router, 0),
+        prefill_tokens=message.prefill_tokens,
+        output_tokens=message.output_tokens,
+        context_tokens=message.context_tokens,
+        running=message.running,
+        waiting=message.waiting,
+        waiting_remote=message.waiting_remote,
+        kv_total_blocks=message.kv_total_blocks,
+        kv_free_blocks=message.kv_free_blocks,
+        kv_pinned_blocks=message.kv_pinned_blocks,
+        block_tokens=message.block_tokens,
+        now_s=now_s,
+    )
