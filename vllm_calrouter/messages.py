@@ -23,7 +23,7 @@ MOST_BYTES = 1 << 16
 
 #: Routers whose bookings an engine echoes, and timings that one message carries.
 MOST_ROUTERS = 256
-MOST_TIMINGS = 16
+MOST_TIMINGS = 8
 
 #: All counts fit the signed 64 bits that the load table keeps them in.
 _Count = Annotated[int, Meta(ge=0, lt=1 << 48)]

@@ -1,8 +1,8 @@
 """What an engine holds and what its steps cost, read off vLLM's scheduler.
 
 `observed` extends the scheduler class in use; the `Observer` behind it keeps the
-figures. What runs is counted anew at each step. What waits may be a thousand times as
-much, and is kept up to date by what enters and leaves.
+figures. What runs is summed up anew at each step, so that no sum ever drifts. What
+waits may be a thousand times as much, and is kept up to date by what enters and leaves.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from vllm.logger import init_logger
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.calrouter")
 
+_ID = attrgetter("request_id")
+_COMPUTED = attrgetter("num_computed_tokens")
+_IN_FLIGHT = attrgetter("num_in_flight_tokens")
+_POSITIVE = (0).__lt__
+
 _LONGEST_UID = 64
 _MOST_NUMBER = (1 << 63) - 1
 
@@ -53,14 +60,12 @@ class _Fresh(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Sums over the running batch, and the shape of the step just scheduled."""
+    """Sums over the running batch. `computed_tokens` include those in flight."""
 
     prefill_tokens: int
     output_tokens: int
     context_tokens: int
-    step_prefill_tokens: int
-    step_decode_seqs: int
-    step_context_tokens: int
+    computed_tokens: int
 
 
 class Observer:
@@ -94,8 +99,12 @@ class Observer:
         self._fresh_prompt_tokens = 0
         self._fresh_output_tokens = 0
         self._preempted: dict[str, Request] = {}
-        #: Predicted output length of every live request that carries one.
+        #: Running requests whose prompts are not computed yet.
+        self._prefilling: dict[str, Request] = {}
+        #: Predicted output length of every live request that carries one, and how many
+        #: tokens it will have computed when it has come.
         self._predicted: dict[str, int] = {}
+        self._targets: dict[str, int] = {}
         #: Blocks of finished requests that wait for a reader.
         self._held: dict[str, int] = {}
         self._seen: dict[str, int] = {}
@@ -139,16 +148,15 @@ class Observer:
 
     def scheduled(self, output: SchedulerOutput) -> None:
         """`schedule` has put a step together."""
-        ran = output.num_scheduled_tokens
-        for request_id in self._fresh.keys() & ran.keys():
-            self._leave(request_id)
+        self._note_prefilling(output)
         if output.preempted_req_ids:
             self._preemptions += len(output.preempted_req_ids)
             self._note_preempted(output.preempted_req_ids)
-        running = self._count_running(ran)
-        if ran:
-            self._under_way.append(running[3:])
-        if ran or self._scheduler.running:
+        self._forget_prefilled()
+        running = self._count_running()
+        if output.num_scheduled_tokens:
+            self._under_way.append(self._shape(output, running))
+        if self._scheduler.running:
             self._tell(running)
 
     def answering(self, output: SchedulerOutput, answer: ModelRunnerOutput) -> None:
@@ -176,14 +184,16 @@ class Observer:
 
     def tell(self) -> None:
         """Send what the engine holds now."""
-        self._tell(self._count_running({}))
+        self._forget_prefilled()
+        self._tell(self._count_running())
 
     def close(self) -> None:
         self._to.close()
 
     def message(self) -> EngineMessage:
         """What the engine holds now; without number and age."""
-        return self._message(self._count_running({}))
+        self._forget_prefilled()
+        return self._message(self._count_running())
 
     # Figures.
 
@@ -245,38 +255,76 @@ class Observer:
             seen=self._seen.copy(),
         )
 
-    def _count_running(self, ran: dict[str, int]) -> _Running:
-        """One pass over the running batch; `ran` is the step just scheduled."""
-        prefill = output = context = 0
-        step_prefill = step_seqs = step_context = 0
-        predicted = self._predicted
-        for request in self._scheduler.running:
-            request_id = request.request_id
-            computed = request.num_computed_tokens
-            done = computed - request.num_in_flight_tokens
-            end = request.num_prompt_tokens
-            if request.num_preemptions:
-                end = _prefill_end(request)
-                # What was in flight when it was preempted is none of this run's.
-                done = max(done, 0)
-            if done < end:
-                prefill += end - done
-            context += done
-            if request_id in predicted:
-                left = predicted[request_id] - request.num_output_tokens
-                if left > 0:
-                    output += left
-            if request_id in ran:
-                tokens = ran[request_id]
-                before = computed - tokens
-                # The last token of a prompt whose KV came from elsewhere costs what a
-                # token of decode does.
-                if before < end - 1:
-                    step_prefill += tokens
-                else:
-                    step_seqs += 1
-                    step_context += before
-        return _Running(prefill, output, context, step_prefill, step_seqs, step_context)
+    def _count_running(self) -> _Running:
+        """Sums over the running batch, by functions that loop in C."""
+        running = self._scheduler.running
+        computed = list(map(_COMPUTED, running))
+        done = list(map(sub, computed, map(_IN_FLIGHT, running)))
+        context = sum(done)
+        prefill = output = 0
+        if self._targets:
+            targets = map(self._targets.get, map(_ID, running), repeat(0))
+            output = sum(filter(_POSITIVE, map(sub, targets, done)))
+        for request in self._prefilling.values():
+            ready = request.num_computed_tokens - request.num_in_flight_tokens
+            prefill += _prefill_end(request) - max(ready, 0)
+            # What was in flight when it was preempted is none of this run's.
+            context -= min(ready, 0)
+            output -= self._ahead(request, ready)
+        return _Running(prefill, output, context, sum(computed))
+
+    def _ahead(self, request: Request, ready: int) -> int:
+        """How much more than its output still to come a request's target says.
+
+        A target grows from the prompt's end. Before it, all of the output is to come.
+        """
+        target = self._targets.get(request.request_id)
+        if target is None:
+            return 0
+        return max(0, target - ready) - self._to_come(request)
+
+    def _shape(
+        self, output: SchedulerOutput, running: _Running
+    ) -> tuple[int, int, int]:
+        """The step just scheduled, as `StepTiming` words it."""
+        ran = output.num_scheduled_tokens
+        prefill_tokens, seqs = 0, len(ran)
+        context = running.computed_tokens - output.total_num_scheduled_tokens
+        batch = self._scheduler.running
+        if seqs < len(batch):
+            context -= sum(
+                request.num_computed_tokens
+                for request in batch
+                if request.request_id not in ran
+            )
+        for request_id, request in self._prefilling.items():
+            tokens = ran.get(request_id)
+            if tokens is None:
+                continue
+            before = request.num_computed_tokens - tokens
+            # The last token of a prompt whose KV came from elsewhere costs what a token
+            # of decode does.
+            if before < _prefill_end(request) - 1:
+                prefill_tokens += tokens
+                seqs -= 1
+                context -= before
+        return prefill_tokens, seqs, context
+
+    def _note_prefilling(self, output: SchedulerOutput) -> None:
+        """Note who was admitted, and forget who has its prompt computed."""
+        requests = self._scheduler.requests
+        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        for request_id in (*admitted, *output.scheduled_cached_reqs.resumed_req_ids):
+            self._leave(request_id)
+            self._prefilling[request_id] = requests[request_id]
+
+    def _forget_prefilled(self) -> None:
+        for request_id, request in list(self._prefilling.items()):
+            ready = request.num_computed_tokens - request.num_in_flight_tokens
+            if request.status != RequestStatus.RUNNING or ready >= _prefill_end(
+                request
+            ):
+                del self._prefilling[request_id]
 
     def _to_come(self, request: Request) -> int:
         predicted = self._predicted.get(request.request_id)
@@ -338,6 +386,7 @@ class Observer:
             self._leave(request_id)
             self._preempted.pop(request_id, None)
             self._predicted.pop(request_id, None)
+            self._targets.pop(request_id, None)
             if request_id in scheduler.requests and request_id not in self._held:
                 blocks = scheduler.kv_cache_manager.get_blocks(request_id).blocks
                 self._held[request_id] = sum(map(len, blocks))
@@ -362,7 +411,11 @@ class Observer:
             seen[router] = max(seen.get(router, 0), number)
         predicted = booking.get("output_tokens")
         if _is_count(predicted) and predicted:
-            self._predicted[request.request_id] = min(predicted, request.max_tokens)
+            predicted = min(predicted, request.max_tokens)
+            self._predicted[request.request_id] = predicted
+            # The last token is written and never computed.
+            target = request.num_prompt_tokens + predicted - 1
+            self._targets[request.request_id] = target
 
     def _note_transfers(self, data: dict[str, Any]) -> None:
         # As NIXL's connector tells them; others that tell none are not asked.

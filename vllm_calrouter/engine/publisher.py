@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 import zmq
 from vllm.logger import init_logger
@@ -52,11 +55,12 @@ class Publisher:
         self._heartbeat_s = heartbeat_s
         self._clock = clock
         self._newest: tuple[EngineMessage, float | None] | None = None
-        self._news = threading.Event()
-        self._closing = threading.Event()
+        #: One entry at most while the thread has not looked; None: the end.
+        self._bell: SimpleQueue[bool | None] = SimpleQueue()
+        self._rung = False
+        self._closing = False
         self._sequence = 0
-        #: CPU seconds of the thread, for whoever wants to know what it takes.
-        self.cpu_s = 0.0
+        self._sent_s = -math.inf
         # vLLM's sockets live in the process's own context; keys are asked for by
         # context, and must not be asked of those.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -73,6 +77,12 @@ class Publisher:
         self._thread.start()
 
     @property
+    def cpu_s(self) -> float:
+        """CPU seconds that the thread has taken; only while it lives."""
+        assert self._thread.ident is not None
+        return time.clock_gettime(time.pthread_getcpuclockid(self._thread.ident))
+
+    @property
     def sent(self) -> int:
         """Messages sent so far."""
         return self._sequence
@@ -85,13 +95,14 @@ class Publisher:
             step_began_s: since when a step is under way, None when none is.
         """
         self._newest = (message, step_began_s)
-        if not self._news.is_set():
-            self._news.set()
+        if not self._rung:
+            self._rung = True
+            self._bell.put(True)
 
     def close(self) -> None:
         """End the thread and remove the socket; again does nothing."""
-        self._closing.set()
-        self._news.set()
+        self._closing = True
+        self._bell.put(None)
         self._thread.join(_JOIN_S)
         if not self._thread.is_alive():
             self._end_context()
@@ -129,12 +140,13 @@ class Publisher:
 
     def _run(self) -> None:
         try:
-            while not self._closing.is_set():
-                self._news.wait(self._heartbeat_s)
-                self._news.clear()
+            while not self._closing:
+                with suppress(Empty):
+                    self._bell.get(timeout=self._heartbeat_s)
+                self._keep_distance()
+                # Before the state is read: what comes later rings again.
+                self._rung = False
                 self._send()
-                self.cpu_s = time.thread_time()
-                self._closing.wait(self._min_interval_s)
         except Exception:
             # Routers see an engine that fell silent; requests go on.
             logger.exception("this engine can no longer tell routers what it holds")
@@ -142,10 +154,16 @@ class Publisher:
             self._socket.close()
             transport.remove_file(self._url)
 
+    def _keep_distance(self) -> None:
+        wait_s = self._sent_s + self._min_interval_s - time.monotonic()
+        if wait_s > 0.0 and not self._closing:
+            time.sleep(wait_s)
+
     def _send(self) -> None:
         if self._newest is None:
             return
         message, step_began_s = self._newest
+        self._sent_s = time.monotonic()
         self._sequence += 1
         message.sequence = self._sequence
         message.step_age_s = (
