@@ -6,6 +6,7 @@ the formulas in the order of `csrc/price.h`, so results are equal to the last bi
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ FIGURES = (
     "kv_total_blocks",
     "kv_free_blocks",
     "block_tokens",
+    "step_age_s",
 )
 #: Sums over unseen bookings, by phase.
 UNSEEN = (
@@ -90,6 +92,13 @@ def excess_s(expected_s: float, target_s: float) -> float:
     return 0.0 if target_s == 0.0 else max(0.0, expected_s - target_s)
 
 
+def batched_prefill_s(state: State, tokens: float, tokens_sq: float) -> float:
+    costs = state.costs
+    seconds = costs.prefill_base_s * (tokens / state.max_num_batched_tokens)
+    seconds += costs.prefill_per_token_s * tokens
+    return seconds + costs.prefill_per_token_sq_s * tokens_sq
+
+
 def terms(
     state: State,
     request: Request,
@@ -110,12 +119,12 @@ def terms(
         unseen += decode["uncached_tokens"]
         unseen_sq += decode["uncached_tokens_sq"]
     told = float(m["prefill_tokens"])
-    queued = told + routers * unseen
-    queued_sq = told * told / max(1.0, m["running"] + m["waiting"])
-    queued_sq += routers * unseen_sq
-    backlog = costs.prefill_base_s * (queued / state.max_num_batched_tokens)
-    backlog += costs.prefill_per_token_s * queued
-    backlog += costs.prefill_per_token_sq_s * queued_sq
+    told_sq = told * told / max(1.0, m["running"] + m["waiting"])
+    silent_s = -math.inf if state.heard_s is None else request.now_s - state.heard_s
+    worked_s = m.get("step_age_s", 0.0) + max(0.0, min(silent_s, stale_s))
+    told_s = batched_prefill_s(state, told, told_sq)
+    backlog = max(0.0, told_s - worked_s)
+    backlog += batched_prefill_s(state, routers * unseen, routers * unseen_sq)
 
     sequences = m["running"] + m["waiting"] + m["waiting_remote"]
     sequences += routers * (prefill["legs"] + decode["legs"])
@@ -128,8 +137,7 @@ def terms(
     kv_use = (kv_tokens + prompt) * (1.0 / capacity)
 
     price = {"prefill_backlog_s": backlog}
-    silent_s = 0.0 if state.heard_s is None else request.now_s - state.heard_s - stale_s
-    price["silence_s"] = max(0.0, silent_s)
+    price["silence_s"] = max(0.0, silent_s - stale_s)
     own = (
         costs.prefill_base_s
         + costs.prefill_per_token_s * uncached
@@ -281,7 +289,7 @@ class NumpyRouter(Books):
 
     def told(self, rank: int, message: Mapping[str, Any]) -> None:
         for name, column in self._figures.items():
-            column[rank] = message[name]
+            column[rank] = message.get(name, 0.0)
         self._heard_s[rank] = message["now_s"]
 
     def count(self, booking: Booking, sign: int) -> None:
@@ -300,6 +308,13 @@ class NumpyRouter(Books):
         offset = (first + int(np.argmin(in_turn))) % len(seconds)
         return pool.took(pool.begin + offset)
 
+    def _batched_prefill_s(
+        self, cost: Mapping[str, Column], tokens: Column, tokens_sq: Column
+    ) -> Column:
+        seconds: Column = cost["prefill_base_s"] * (tokens / self._batched)
+        seconds = seconds + cost["prefill_per_token_s"] * tokens
+        return seconds + cost["prefill_per_token_sq_s"] * tokens_sq
+
     def _seconds(self, pool: Pool, request: Request) -> Column:
         total: Column
         part = slice(pool.begin, pool.end)
@@ -311,12 +326,14 @@ class NumpyRouter(Books):
         )
         prompt, output = float(request.prompt_tokens), float(request.output_tokens)
         told = m["prefill_tokens"]
-        queued = told + prefill["uncached_tokens"]
-        queued_sq = told * told / np.maximum(1.0, m["running"] + m["waiting"])
-        queued_sq += prefill["uncached_tokens_sq"]
-        backlog = cost["prefill_base_s"] * (queued / self._batched)
-        backlog += cost["prefill_per_token_s"] * queued
-        backlog += cost["prefill_per_token_sq_s"] * queued_sq
+        told_sq = told * told / np.maximum(1.0, m["running"] + m["waiting"])
+        silent_s = request.now_s - self._heard_s[part]
+        worked_s = m["step_age_s"] + np.clip(silent_s, 0.0, self._stale_s)
+        told_s = self._batched_prefill_s(cost, told, told_sq)
+        backlog = np.maximum(0.0, told_s - worked_s)
+        backlog = backlog + self._batched_prefill_s(
+            cost, prefill["uncached_tokens"], prefill["uncached_tokens_sq"]
+        )
         kv_tokens = (m["kv_total_blocks"] - m["kv_free_blocks"]) * m["block_tokens"]
         kv_tokens += told
         if pool.phase == Phase.DECODE:
@@ -331,8 +348,7 @@ class NumpyRouter(Books):
             told_capacity > 0.0, told_capacity, cost["kv_capacity_tokens"]
         )
         kv_use = (kv_tokens + prompt) * per_token
-        silent_s = request.now_s - self._heard_s[part] - self._stale_s
-        silence = np.maximum(0.0, silent_s)
+        silence = np.maximum(0.0, silent_s - self._stale_s)
         if pool.phase == Phase.PREFILL:
             own = cost["prefill_base_s"] + cost["prefill_per_token_s"] * prompt
             own = own + cost["prefill_per_token_sq_s"] * prompt * prompt

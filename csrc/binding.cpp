@@ -50,7 +50,8 @@ py::dict told(const Message& m) {
       "running"_a = m.running, "waiting"_a = m.waiting,
       "waiting_remote"_a = m.waiting_remote, "kv_total_blocks"_a = m.kv_total_blocks,
       "kv_free_blocks"_a = m.kv_free_blocks, "kv_pinned_blocks"_a = m.kv_pinned_blocks,
-      "block_tokens"_a = m.block_tokens, "now_s"_a = m.now_s);
+      "block_tokens"_a = m.block_tokens, "now_s"_a = m.now_s,
+      "step_age_s"_a = m.step_age_s);
 }
 
 /// By phase, so that `unseen["legs"][Phase.DECODE]` reads as it is meant.
@@ -105,11 +106,12 @@ bool hear(Table& table, std::int64_t rank, std::int64_t incarnation,
           std::int64_t output_tokens, std::int64_t context_tokens, std::int64_t running,
           std::int64_t waiting, std::int64_t waiting_remote,
           std::int64_t kv_total_blocks, std::int64_t kv_free_blocks,
-          std::int64_t kv_pinned_blocks, std::int64_t block_tokens, double now_s) {
+          std::int64_t kv_pinned_blocks, std::int64_t block_tokens, double now_s,
+          double step_age_s) {
   return table.hear(
       rank, Message{incarnation, sequence, booking_seen, prefill_tokens, output_tokens,
                     context_tokens, running, waiting, waiting_remote, kv_total_blocks,
-                    kv_free_blocks, kv_pinned_blocks, block_tokens, now_s});
+                    kv_free_blocks, kv_pinned_blocks, block_tokens, now_s, step_age_s});
 }
 
 void bind_ledger(py::class_<Table>& table) {
@@ -163,7 +165,7 @@ void bind_table(py::module_& m) {
            py::arg("output_tokens"), py::arg("context_tokens"), py::arg("running"),
            py::arg("waiting"), py::arg("waiting_remote"), py::arg("kv_total_blocks"),
            py::arg("kv_free_blocks"), py::arg("kv_pinned_blocks"),
-           py::arg("block_tokens"), py::arg("now_s"))
+           py::arg("block_tokens"), py::arg("now_s"), py::arg("step_age_s") = 0.0)
       .def("silence_s", &Table::silence_s, py::arg("rank"), py::arg("now_s"))
       .def(
           "heard",
@@ -250,7 +252,8 @@ Message message_of(const py::dict& d) {
                  whole("running"),          whole("waiting"),
                  whole("waiting_remote"),   whole("kv_total_blocks"),
                  whole("kv_free_blocks"),   whole("kv_pinned_blocks"),
-                 whole("block_tokens"),     d["now_s"].cast<double>()};
+                 whole("block_tokens"),     d["now_s"].cast<double>(),
+                 d.contains("step_age_s") ? d["step_age_s"].cast<double>() : 0.0};
 }
 
 void bind_replay(py::module_& m) {

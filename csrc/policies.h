@@ -279,7 +279,8 @@ class Calibrated final : public Pricing {
 
   Price terms(std::size_t place) const override {
     const Known& known = known_[scores_[place].rank - begin()];
-    return price_of(known.offer, serves_, weights_, demand_, known.silence_s);
+    return price_of(known.offer, serves_, weights_, demand_, known.silence_s,
+                    known.worked_s);
   }
 
  protected:
@@ -288,7 +289,8 @@ class Calibrated final : public Pricing {
     const double normal_s = table.patience().stale_s;
     return cheapest(table, demand.now_s, [&](std::size_t rank) {
       const Known& known = look(table, rank, normal_s);
-      return total_s(price_of(known.offer, serves_, weights_, demand_, known.silence_s));
+      return total_s(price_of(known.offer, serves_, weights_, demand_, known.silence_s,
+                              known.worked_s));
     });
   }
 
@@ -297,6 +299,7 @@ class Calibrated final : public Pricing {
   struct Known {
     std::uint64_t version = 0;
     double silence_s = 0.0;
+    double worked_s = 0.0;
     Offer offer;
   };
 
@@ -309,7 +312,11 @@ class Calibrated final : public Pricing {
           offer_of(table.engine_at(rank), table.account_at(rank), serves_, routers_);
     }
     // Who was never heard (at infinity) has nothing to be silent about.
-    known.silence_s = std::max(0.0, demand_.now_s - pulse.heard_s - normal_s);
+    const double since_s = demand_.now_s - pulse.heard_s;
+    known.silence_s = std::max(0.0, since_s - normal_s);
+    // Who has fallen silent may be stuck, and is not taken to work on.
+    known.worked_s =
+        pulse.step_age_s + std::max(0.0, std::min(since_s, normal_s));
     return known;
   }
 

@@ -68,7 +68,8 @@ struct Weights {
 /// What of an engine's price no request changes; made again when the engine's figures
 /// do. Letters are those of docs/pricing.md.
 struct Offer {
-  double backlog_s = 0.0;                 // prefill_backlog_s
+  double told_backlog_s = 0.0;            // of prefill_backlog_s, when it was told
+  double unseen_backlog_s = 0.0;          // and what came after
   double prefill_base_s = 0.0;
   double prefill_per_token_s = 0.0;
   double prefill_per_token_sq_s = 0.0;
@@ -92,16 +93,9 @@ struct Offer {
 inline double number(std::int64_t count) { return static_cast<double>(count); }
 inline double number(std::uint64_t count) { return static_cast<double>(count); }
 
-/// Seconds until the prompts ahead are computed, batched as far as a step allows. The
-/// lengths of those that the engine told of are taken to be equal.
-inline double prefill_backlog_s(const Engine& engine, double unseen_tokens,
-                                double unseen_tokens_sq) {
-  const Message& m = engine.message;
+/// Seconds to compute prompts of so many tokens, batched as far as a step allows.
+inline double batched_prefill_s(const Engine& engine, double tokens, double tokens_sq) {
   const Costs& costs = engine.costs;
-  const double told = number(m.prefill_tokens);
-  const double tokens = told + unseen_tokens;
-  const double tokens_sq =
-      told * told / std::max(1.0, number(m.running + m.waiting)) + unseen_tokens_sq;
   const double steps = tokens / number(engine.limits.max_num_batched_tokens);
   return costs.prefill_base_s * steps + costs.prefill_per_token_s * tokens +
          costs.prefill_per_token_sq_s * tokens_sq;
@@ -148,7 +142,11 @@ inline Offer offer_of(const Engine& engine, const Account& own, Serves serves,
   const double transfers = number(m.waiting_remote) + routers * number(decode.legs);
 
   Offer offer;
-  offer.backlog_s = prefill_backlog_s(engine, routers * unseen, routers * unseen_sq);
+  // The lengths of the prompts that the engine told of are taken to be equal.
+  const double told = number(m.prefill_tokens);
+  const double told_sq = told * told / std::max(1.0, number(m.running + m.waiting));
+  offer.told_backlog_s = batched_prefill_s(engine, told, told_sq);
+  offer.unseen_backlog_s = batched_prefill_s(engine, routers * unseen, routers * unseen_sq);
   offer.prefill_base_s = costs.prefill_base_s;
   offer.prefill_per_token_s = costs.prefill_per_token_s;
   offer.prefill_per_token_sq_s = costs.prefill_per_token_sq_s;
@@ -174,7 +172,7 @@ inline double excess_s(double expected_s, double target_s) {
 }
 
 inline void price_prefill(const Offer& offer, const Demand& demand,
-                          const Weights& weights, Price& price) {
+                          const Weights& weights, double backlog_s, Price& price) {
   const double prompt = number(demand.prompt_tokens);
   const double own = offer.prefill_s(prompt - number(demand.cached_tokens));
   const double kv_use = (offer.kv_tokens + prompt) * offer.kv_use_per_token;
@@ -184,7 +182,7 @@ inline void price_prefill(const Offer& offer, const Demand& demand,
   price[kPrefillOwn] = own;
   price[kKvPressure] =
       weights.kv * own * kv_use * kv_use + overflow_tokens * offer.prefill_per_token_s;
-  price[kSlo] = weights.slo * excess_s(offer.backlog_s + own, demand.slo_ttft_s);
+  price[kSlo] = weights.slo * excess_s(backlog_s + own, demand.slo_ttft_s);
 }
 
 /// `before_s` is what passes before decode can begin.
@@ -212,13 +210,16 @@ inline void price_decode(const Offer& offer, const Demand& demand,
 
 /// The price of one engine's part in serving a request. `silence_s` beyond what is
 /// normal counts in full: who was not heard of for so long may stay stuck as long again.
+/// `worked_s`: how long the engine has been at what it told of.
 inline Price price_of(const Offer& offer, Serves serves, const Weights& weights,
-                      const Demand& demand, double silence_s) {
+                      const Demand& demand, double silence_s, double worked_s) {
   Price price{};
-  price[kPrefillBacklog] = offer.backlog_s;
+  const double backlog_s =
+      std::max(0.0, offer.told_backlog_s - worked_s) + offer.unseen_backlog_s;
+  price[kPrefillBacklog] = backlog_s;
   price[kSilence] = silence_s;
   if (serves == Serves::Prefill) {
-    price_prefill(offer, demand, weights, price);
+    price_prefill(offer, demand, weights, backlog_s, price);
     return price;
   }
   double before_s = 0.0;
@@ -230,7 +231,7 @@ inline Price price_of(const Offer& offer, Serves serves, const Weights& weights,
     before_s = offer.prefill_s(number(demand.prompt_tokens - demand.cached_tokens));
     price[kPrefillOwn] = before_s;
   }
-  price_decode(offer, demand, weights, offer.backlog_s + before_s, price);
+  price_decode(offer, demand, weights, backlog_s + before_s, price);
   return price;
 }
 

@@ -34,7 +34,8 @@ struct Message {
   std::int64_t kv_free_blocks = 0;
   std::int64_t kv_pinned_blocks = 0;
   std::int64_t block_tokens = 0;
-  double now_s = 0.0;  // when it was heard
+  double now_s = 0.0;       // when it was heard
+  double step_age_s = 0.0;  // how long its step had been under way by then
 };
 
 /// What vLLM's own balancer is told: requests, requests, fraction of KV blocks in use.
@@ -56,6 +57,7 @@ struct Pulse {
   // Another whenever a figure that is priced may have changed; no two tables share one.
   std::uint64_t version = next_version();
   double heard_s = kNever;
+  double step_age_s = 0.0;
   bool has_costs = false;
 
   static constexpr double kNever = std::numeric_limits<double>::infinity();
@@ -166,6 +168,7 @@ class Table {
       return false;
     engine.message = message;
     pulse.heard_s = message.now_s;
+    pulse.step_age_s = message.step_age_s;
     pulse.changed();
     ledger_.see(index, message.booking_seen);
     return true;
@@ -206,6 +209,8 @@ class Table {
     if (m.kv_free_blocks > m.kv_total_blocks)
       throw std::invalid_argument("a message has more KV blocks free than there are");
     if (!std::isfinite(m.now_s)) throw std::invalid_argument("now_s must be finite");
+    if (!(m.step_age_s >= 0.0) || std::isinf(m.step_age_s))
+      throw std::invalid_argument("step_age_s must be finite and at least 0");
   }
 
   /// Signed, so that Python's -1 is out of range and not a wrong type.

@@ -64,6 +64,7 @@ class Heard(TypedDict):
     kv_pinned_blocks: int
     block_tokens: int
     now_s: float
+    step_age_s: float
 
 class Unseen(TypedDict):
     """Sums over own bookings above an engine's echo; index them by `Phase`."""
@@ -138,6 +139,7 @@ class Table:
         kv_pinned_blocks: int,
         block_tokens: int,
         now_s: float,
+        step_age_s: float = 0.0,
     ) -> bool:
         """Take in an engine's message; False when it is stale.
 
@@ -153,6 +155,7 @@ class Table:
                 waiting_remote have their KV blocks and wait for what goes in.
             kv_pinned_blocks: not free, of finished prompts that are still to be read.
             now_s: on the clock of `Policy.pick`.
+            step_age_s: how long the step under way had been so when it was told.
 
         Raises ValueError: a figure below 0, more blocks free than there are.
         """

@@ -24,7 +24,7 @@ from vllm_calrouter._core import Phase, Table
 
 PHASES = (Phase.PREFILL, Phase.DECODE)
 _FIGURES = (
-    *("incarnation", "sequence", "booking_seen", "now_s"),
+    *("incarnation", "sequence", "booking_seen", "now_s", "step_age_s"),
     *("prefill_tokens", "output_tokens", "context_tokens"),
     *("running", "waiting", "waiting_remote"),
     *("kv_total_blocks", "kv_free_blocks", "kv_pinned_blocks", "block_tokens"),

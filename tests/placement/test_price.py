@@ -94,6 +94,7 @@ messages = st.fixed_dictionaries(
         "kv_free_blocks": st.integers(0, 4000),
         "block_tokens": st.sampled_from([16, 128]),
         "now_s": st.floats(0, 8),
+        "step_age_s": st.floats(0, 2),
     }
 ).map(lambda told: message(incarnation=1, sequence=1, kv_total_blocks=4000, **told))
 bookings = st.lists(
@@ -234,7 +235,8 @@ def test_the_scale_of_all_costs_does_not_move_the_choice_among_equals(
     def choice(costs: Costs) -> tuple[int, tuple[tuple[int, float], ...]]:
         table = a_table(*[costs] * len(told))
         for rank, figures_told in enumerate(told):
-            table.hear(rank, **figures_told)
+            # The clock does not run faster where work is cheaper.
+            table.hear(rank, **{**figures_told, "step_age_s": 0.0})
         policy = make_policy("calibrated", 0, len(told), serves=serves)
         rank, _, scores = policy.decide(table, 800, 200)
         return rank, scores
@@ -458,3 +460,23 @@ def test_what_cannot_be_priced_is_refused() -> None:
         make_policy("calibrated", 0, 1, kv_weight=math.nan)
     with pytest.raises(ValueError, match="routers"):
         make_policy("calibrated", 0, 1, routers=0)
+
+
+@pytest.mark.parametrize("serves", [Phase.PREFILL, None])
+def test_what_was_told_is_worked_off_by_the_clock(serves: Phase | None) -> None:
+    told = figures(prefill_tokens=6000, running=0, now_s=5.0)
+    fresh = price(serves, told, now_s=5.0)
+    assert price(serves, told, now_s=5.3) == pytest.approx(fresh - 0.3)
+    stepping = {**told, "step_age_s": 0.1}
+    assert price(serves, stepping, now_s=5.3) == pytest.approx(fresh - 0.4)
+    # Nobody works off more than there is, nor what came after the message.
+    idle = price(serves, figures(prefill_tokens=0, running=0, now_s=5.0), now_s=5.3)
+    booked = (Booking(0, Phase.PREFILL, 900, 1),)
+    more = price(serves, {**told, "prefill_tokens": 0}, now_s=5.9, bookings=booked)
+    assert more > idle
+
+
+def test_a_silent_engine_is_not_taken_to_work_on() -> None:
+    told = figures(prefill_tokens=60_000, running=0, now_s=5.0)
+    quiet = price(Phase.PREFILL, told, now_s=6.0)
+    assert price(Phase.PREFILL, told, now_s=8.0) == pytest.approx(quiet + 2.0)

@@ -57,6 +57,7 @@ class Hears(Protocol):
         kv_pinned_blocks: int,
         block_tokens: int,
         now_s: float,
+        step_age_s: float,
     ) -> bool: ...
 
 
@@ -245,4 +246,5 @@ def hear(table: Hears, message: EngineMessage, router: str, now_s: float) -> boo
         kv_pinned_blocks=message.kv_pinned_blocks,
         block_tokens=message.block_tokens,
         now_s=now_s,
+        step_age_s=message.step_age_s,
     )

@@ -122,6 +122,7 @@ class Cluster:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._turn = itertools.count()
         self._wire_free_s = [0.0] * len(self.engines)
+        self._step_began_s = [0.0] * len(self.engines)
         self._counts: list[tuple[int, int, float]] = [e.counts for e in self.engines]
         self._served: dict[str, Served] = {}
         self._unfinished = 0
@@ -216,6 +217,7 @@ class Cluster:
         if engine.busy:
             return
         seconds, told = engine.begin_step()
+        self._step_began_s[engine.rank] = self.now_s
         self._start_reads(engine)
         for leg_id in engine.take_preempted():
             self._served[leg_id].preemptions += 1
@@ -274,7 +276,10 @@ class Cluster:
 
     def _tell_all(self, sequence: int) -> None:
         """Every engine's message goes out to every router."""
-        messages = [engine.message(sequence) for engine in self.engines]
+        messages = [
+            engine.message(sequence, self.now_s - began_s if engine.busy else 0.0)
+            for engine, began_s in zip(self.engines, self._step_began_s, strict=True)
+        ]
         self._at(self.now_s + self._message_age_s, lambda: self._hear(messages))
         if self._unfinished:
             after_s = self.now_s + self._message_s

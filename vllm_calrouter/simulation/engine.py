@@ -128,8 +128,11 @@ class Engine:
             free -= self._quiet.grown_blocks(self.scheduler.block_size)
         return (*self._counts, 1.0 - free / (self._pool.num_gpu_blocks - 1))
 
-    def message(self, sequence: int) -> EngineMessage:
-        """What the engine tells routers now; only where it has an observer."""
+    def message(self, sequence: int, step_age_s: float) -> EngineMessage:
+        """What the engine tells routers now; only where it has an observer.
+
+        `step_age_s`: how long its step has been under way; 0 where it is idle.
+        """
         message: EngineMessage = self.scheduler.observer.message()
         quiet = self._quiet
         done = 0 if quiet is None else quiet.done * len(quiet.batch)
@@ -137,6 +140,7 @@ class Engine:
         return msgspec.structs.replace(
             message,
             sequence=sequence,
+            step_age_s=step_age_s,
             context_tokens=message.context_tokens + done,
             output_tokens=max(0, message.output_tokens - done),
             kv_free_blocks=message.kv_free_blocks - grown,
