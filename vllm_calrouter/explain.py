@@ -78,14 +78,23 @@ def _against(score: float, others: list[float]) -> str:
 
 
 def decision_table(decision: Record) -> Table:
-    """Every candidate with its score and every term, the chosen one marked."""
+    """Every candidate with its score and every term, the chosen one marked.
+
+    Terms that are 0 for all are left out: nine of them fit no terminal.
+    """
     found = candidates(decision)
-    names = list(dict.fromkeys(name for one in found for name in one.terms))
+    names = list(
+        dict.fromkeys(
+            name for one in found for name, value in one.terms.items() if value
+        )
+    )
     table = Table()
     table.add_column("")
     table.add_column("engine", justify="right")
     for name in names:
-        table.add_column(escape(f"{name} ms"), justify="right")
+        # Words, which a narrow terminal can break.
+        words = name.removesuffix("_s").replace("_", " ")
+        table.add_column(escape(f"{words} ms"), justify="right")
     table.add_column("score", justify="right")
     for one in sorted(found, key=lambda c: (c.score, c.rank)):
         chosen = one.rank == decision.get("rank")
