@@ -8,6 +8,8 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
+HEADERS = ("costs", "ledger", "table", "price", "policy", "policies", "replay")
+
 
 def version() -> str:
     text = (HERE / "vllm_calrouter" / "__init__.py").read_text()
@@ -34,13 +36,15 @@ setup(
             "vllm_calrouter._core",
             ["csrc/binding.cpp"],
             include_dirs=["csrc"],
-            depends=[f"csrc/{name}.h" for name in ("table", "policy", "policies")],
+            depends=[f"csrc/{name}.h" for name in HEADERS],
             cxx_std=17,
             # No fused multiply-add: scores are the same numbers on every machine.
             extra_compile_args=["-O2", "-Wall", "-Wextra", "-ffp-contract=off"],
         )
     ],
     install_requires=[
+        "click>=8.1",
+        "rich>=13",
         "vllm>=0.32,<0.34",
         "nixl>=1.5",
         "torch",

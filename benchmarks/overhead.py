@@ -47,7 +47,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +65,7 @@ from vllm.v1.engine import (
     FinishReason,
 )
 
+from benchmarks.quantiles import Quantiles, quantiles_us
 from examples.cpu_cluster import Cluster
 from examples.tiny_model import make_tiny_model
 from vllm_calrouter.options import RouterOptions
@@ -94,17 +95,7 @@ _KV = {"do_remote_prefill": True, "remote_block_ids": ([1, 2, 3],)}
 
 T = TypeVar("T")
 Samples = dict[str, list[float]]
-Quantiles = dict[str, float]
 Spread = dict[str, float]
-
-
-def quantiles_us(times_s: Iterable[float]) -> Quantiles:
-    """Median and 99th percentile, in microseconds."""
-    ordered = sorted(times_s)
-    return {
-        "p50": round(statistics.median(ordered) * 1e6, 2),
-        "p99": round(ordered[int(0.99 * (len(ordered) - 1))] * 1e6, 2),
-    }
 
 
 def spread(ratios: Sequence[float]) -> Spread:

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <limits>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -20,6 +22,8 @@ struct PolicyOptions {
   std::int64_t seed = 0;
   std::int64_t threshold_tokens = 512;
   double long_share = 0.5;
+  Serves serves = Serves::Both;
+  Weights weights;
 };
 
 /// Ranks in turn. Reads nothing. Exactly even in counts; loses as soon as requests
@@ -55,7 +59,7 @@ class LeastLoaded final : public Policy {
  protected:
   std::size_t choose(Table& table, const Demand&) override {
     const std::size_t rank = least(begin(), size(), turn_, [&](std::size_t r) {
-      return static_cast<double>(table.row(r).in_flight());
+      return static_cast<double>(table.in_flight(r));
     });
     // After the chosen one. A start that moves by one a pick would favour the engine
     // that follows a loaded one: two idle engines of three would share 2 to 1.
@@ -85,7 +89,7 @@ class PowerOfTwo final : public Policy {
     if (second >= first) ++second;
     const std::size_t a = look(table, first);
     const std::size_t b = look(table, second);
-    return table.row(b).in_flight() < table.row(a).in_flight() ? b : a;
+    return table.in_flight(b) < table.in_flight(a) ? b : a;
   }
 
  private:
@@ -93,7 +97,7 @@ class PowerOfTwo final : public Policy {
 
   std::size_t look(const Table& table, std::size_t offset) {
     const std::size_t rank = begin() + offset;
-    scores_.push_back({rank, static_cast<double>(table.row(rank).in_flight())});
+    scores_.push_back({rank, static_cast<double>(table.in_flight(rank))});
     return rank;
   }
 
@@ -129,7 +133,7 @@ class LengthThreshold final : public Policy {
     const std::size_t first = to_long ? begin() + short_engines : begin();
     const std::size_t count = to_long ? long_engines_ : short_engines;
     const std::size_t rank = least(first, count, turns_[to_long], [&](std::size_t r) {
-      return static_cast<double>(table.row(r).in_flight());
+      return static_cast<double>(table.in_flight(r));
     });
     turns_[to_long] = rank - first + 1;
     return rank;
@@ -167,28 +171,184 @@ class VllmOwn final : public Policy {
  protected:
   std::size_t choose(Table& table, const Demand&) override {
     const std::size_t rank = least(begin(), size(), turn_++, [&](std::size_t r) {
-      return cost(table.row(r));
+      return cost(table.engine(r).counts, table.in_flight(r));
     });
     table.expect_waiting(rank, routers_);
     return rank;
   }
 
  private:
-  double cost(const EngineLoad& row) const {
-    const std::int64_t reported = row.reported_waiting + row.reported_running;
+  double cost(const Counts& counts, std::int64_t in_flight) const {
+    const std::int64_t reported = counts.waiting + counts.running;
     const double requests =
-        static_cast<double>(std::max(routers_ * row.in_flight(), reported));
+        static_cast<double>(std::max(routers_ * in_flight, reported));
     // Multiplied in vLLM's order, or the last bit breaks a tie the other way.
-    const double waiting = static_cast<double>(row.reported_waiting);
-    return requests + waiting * 6.0 * std::max(0.0, row.reported_kv_usage - 0.5);
+    const double waiting = static_cast<double>(counts.waiting);
+    return requests + waiting * 6.0 * std::max(0.0, counts.kv_usage - 0.5);
   }
 
   std::size_t turn_;
   std::int64_t routers_;
 };
 
+/// What the policies share that choose by price.
+class Pricing : public Policy {
+ public:
+  Pricing(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Policy(begin, end),
+        serves_(options.serves),
+        weights_(options.weights),
+        turn_(options.start) {
+    weights_.check();
+  }
+
+  bool prices() const override { return true; }
+
+  std::string reason() const override {
+    if (scores_.empty()) return "nothing chosen yet";
+    const Price price = terms(best_);
+    const auto most = std::max_element(price.begin(), price.end()) - price.begin();
+    char text[120];
+    std::snprintf(text, sizeof text, "least of %zu prices: %.4f s, most of it %s%s",
+                  scores_.size(), scores_[best_].value, kTermNames[most],
+                  scores_.size() < size() ? "; silent engines left out" : "");
+    return text;
+  }
+
+ protected:
+  /// Picks by the least of `seconds_at(rank)` among the engines that are alive, or all
+  /// if none is. Equal prices take turns.
+  template <class SecondsAt>
+  std::size_t cheapest(const Table& table, double now_s, SecondsAt&& seconds_at) {
+    const bool all = !any_alive(table, now_s);
+    double least_s = std::numeric_limits<double>::infinity();
+    best_ = 0;
+    std::size_t rank = begin() + turn_ % size();
+    for (std::size_t i = 0; i < size(); ++i, rank = next(rank)) {
+      if (!table.pulse_at(rank).has_costs)
+        throw std::logic_error("no costs were set for rank " + std::to_string(rank));
+      if (!all && is_dead(table, rank, now_s)) continue;
+      const double seconds = seconds_at(rank);
+      if (seconds < least_s) {
+        least_s = seconds;
+        best_ = scores_.size();
+      }
+      scores_.push_back({rank, seconds});
+    }
+    const std::size_t chosen = scores_[best_].rank;
+    turn_ = chosen - begin() + 1;
+    return chosen;
+  }
+
+  const Serves serves_;
+  const Weights weights_;
+
+ private:
+  std::size_t next(std::size_t rank) const {
+    return rank + 1 == end() ? begin() : rank + 1;
+  }
+
+  static bool is_dead(const Table& table, std::size_t rank, double now_s) {
+    const Pulse& pulse = table.pulse_at(rank);
+    return pulse.was_heard() && now_s - pulse.heard_s > table.patience().dead_s;
+  }
+
+  bool any_alive(const Table& table, double now_s) const {
+    for (std::size_t rank = begin(); rank < end(); ++rank)
+      if (!is_dead(table, rank, now_s)) return true;
+    return false;
+  }
+
+  std::size_t best_ = 0;  // its place among the candidates
+  std::size_t turn_;
+};
+
+/// The least price in seconds (docs/pricing.md): what the engine has to do first, what
+/// the request itself costs there, and what it costs those who come after. Engines long
+/// silent are left out. Loses to counting where requests are all of one size, so that
+/// there is nothing to price.
+class Calibrated final : public Pricing {
+ public:
+  Calibrated(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Pricing(begin, end, options),
+        routers_(static_cast<double>(options.routers)),
+        known_(end - begin) {
+    if (options.routers < 1) throw std::invalid_argument("routers must be at least 1");
+  }
+  const char* name() const override { return "calibrated"; }
+
+  Price terms(std::size_t place) const override {
+    const Known& known = known_[scores_[place].rank - begin()];
+    return price_of(known.offer, serves_, weights_, demand_, known.silence_s);
+  }
+
+ protected:
+  std::size_t choose(Table& table, const Demand& demand) override {
+    demand_ = demand;
+    const double normal_s = table.patience().stale_s;
+    return cheapest(table, demand.now_s, [&](std::size_t rank) {
+      const Known& known = look(table, rank, normal_s);
+      return total_s(price_of(known.offer, serves_, weights_, demand_, known.silence_s));
+    });
+  }
+
+ private:
+  /// One engine as it was when last looked at.
+  struct Known {
+    std::uint64_t version = 0;
+    double silence_s = 0.0;
+    Offer offer;
+  };
+
+  const Known& look(const Table& table, std::size_t rank, double normal_s) {
+    Known& known = known_[rank - begin()];
+    const Pulse& pulse = table.pulse_at(rank);
+    if (known.version != pulse.version) {
+      known.version = pulse.version;
+      known.offer =
+          offer_of(table.engine_at(rank), table.account_at(rank), serves_, routers_);
+    }
+    // Who was never heard (at infinity) has nothing to be silent about.
+    known.silence_s = std::max(0.0, demand_.now_s - pulse.heard_s - normal_s);
+    return known;
+  }
+
+  double routers_;
+  std::vector<Known> known_;
+  Demand demand_;
+};
+
+/// The score of the study "Calibrate, Then Route", as docs/pricing.md reads it: seconds
+/// of this router's own backlog, the request's own seconds, KV use after admission, and
+/// backlog once more by the tightness of the SLO. Takes decode for a queue: blind to
+/// slots and batching, and to other routers. Loses when slots bind.
+class Paper final : public Pricing {
+ public:
+  Paper(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Pricing(begin, end, options), prices_(end - begin) {}
+  const char* name() const override { return "paper"; }
+
+  Price terms(std::size_t place) const override {
+    return prices_[scores_[place].rank - begin()];
+  }
+
+ protected:
+  std::size_t choose(Table& table, const Demand& demand) override {
+    return cheapest(table, demand.now_s, [&](std::size_t rank) {
+      Price& price = prices_[rank - begin()];
+      price = paper_price_of(table.engine_at(rank), table.account_at(rank), serves_,
+                             weights_, demand);
+      return total_s(price);
+    });
+  }
+
+ private:
+  std::vector<Price> prices_;
+};
+
 inline constexpr const char* kPolicyNames[] = {"vllm", "round_robin", "least_loaded",
-                                               "power_of_two", "length_threshold"};
+                                               "power_of_two", "length_threshold", "calibrated",
+                                               "paper"};
 
 inline std::unique_ptr<Policy> make_policy(const std::string& name, std::size_t begin,
                                            std::size_t end,
@@ -199,6 +359,8 @@ inline std::unique_ptr<Policy> make_policy(const std::string& name, std::size_t 
   if (name == "length_threshold")
     return std::make_unique<LengthThreshold>(begin, end, options);
   if (name == "vllm") return std::make_unique<VllmOwn>(begin, end, options);
+  if (name == "calibrated") return std::make_unique<Calibrated>(begin, end, options);
+  if (name == "paper") return std::make_unique<Paper>(begin, end, options);
   std::string known;
   for (const char* policy : kPolicyNames) known += std::string(" ") + policy;
   throw std::invalid_argument("unknown policy '" + name + "', known:" + known);

@@ -9,15 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "table.h"
+#include "price.h"
 
 namespace calrouter {
-
-/// What is known of a request when its engine is chosen, in tokens.
-struct Demand {
-  std::int64_t prompt_tokens = 0;
-  std::int64_t output_tokens = 0;  // predicted
-};
 
 struct Score {
   std::size_t rank;
@@ -43,12 +37,26 @@ class Policy {
   /// they expect an engine to report next. Does not allocate.
   std::size_t pick(Table& table, const Demand& demand) {
     if (end_ > table.engines()) throw std::out_of_range("the pool exceeds the table");
+    if (demand.cached_tokens < 0 || demand.cached_tokens > demand.prompt_tokens ||
+        demand.output_tokens < 0)
+      throw std::invalid_argument("a request's tokens must be at least 0, and no more "
+                                  "cached than there are in the prompt");
     scores_.clear();
     return choose(table, demand);
   }
 
   /// Candidates of the last pick, in the order they were looked at.
   const std::vector<Score>& scores() const { return scores_; }
+
+  /// Whether scores are prices, which have terms.
+  virtual bool prices() const { return false; }
+
+  /// What the score of a candidate of the last pick is the sum of; `place` is that in
+  /// `scores()`. As it was at the pick, whatever the table went through since.
+  virtual Price terms(std::size_t place) const {
+    throw std::logic_error("policy " + std::string(name()) + " prices nothing, place " +
+                           std::to_string(place));
+  }
 
   std::size_t begin() const { return begin_; }
   std::size_t end() const { return end_; }

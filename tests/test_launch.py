@@ -41,6 +41,12 @@ WRONG_LAUNCHES = [
     ({"router_config": {"seed": 3}}, "--router-policy power_of_two"),
     ({"router_config": {"long_share": 0.2}}, "--router-policy length_threshold"),
     ({"router_config": {"decode_max_num_seqs": 8}}, "--router-config.prefill N"),
+    ({"router_config": {"online_keys": 20}}, "--router-config.predictor online"),
+    ({"router_config": {"noise": 0.2}}, "--router-config.predictor noisy"),
+    (
+        {"router_config": {"defaults": {"b": {}}}, "served_model_name": ["a"]},
+        "'b', which is not served: write one of 'a'",
+    ),
     ({"grpc": True}, "drop --grpc"),
     ({"headless": True}, "drop --headless"),
     ({"data_parallel_external_lb": True}, "drop --data-parallel-external-lb"),
@@ -54,6 +60,11 @@ WRONG_LAUNCHES = [
     ({"router_config": {"journal": ""}}, "cannot be written"),
     ({"router_config": {"journal": "/proc/none/j"}}, "cannot be written"),
     ({"data_parallel_backend": "ray"}, "--data-parallel-backend mp"),
+    ({"router_config": {"telemetry": "on"}}, "write ipc, ipc:///FOLDER, tcp://"),
+    ({"router_config": {"telemetry": "tcp://127.0.0.1:65534"}}, "65532 or less"),
+    ({"router_config": {"telemetry": "tcp://192.0.2.1:5600"}}, "of this machine"),
+    ({"router_config": {"telemetry_keys": "/proc/none"}}, "calrouter.keys /proc/none"),
+    ({"router_config": {"telemetry": "off", "telemetry_keys": "x"}}, "drop it"),
 ]
 
 
@@ -145,3 +156,21 @@ def test_a_configuration_that_cannot_work_says_what_to_write(
         check_config(config(**changes), RouterOptions(prefill=2, **options))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "served",
+    [
+        {"served_model_name": ["a", "b"]},
+        {"model_tag": "b"},
+        {"model": "b"},
+        {"served_model_name": ["a"], "enable_lora": True},
+    ],
+)
+def test_defaults_may_be_for_any_name_a_request_can_give(
+    served: dict[str, Any],
+) -> None:
+    config = {"defaults": {"b": {"output_tokens": 9}}}
+    options = resolve(launch(router_config=config, **served), {})
+    assert options is not None
+    assert options.defaults["b"].output_tokens == 9

@@ -23,8 +23,30 @@ def test_policies_are_those_of_the_core() -> None:
 
 
 def test_options_survive_the_way_to_another_process() -> None:
-    options = parse({"prefill": 2, "policy": "round_robin", "journal": "x.jsonl"})
+    options = parse(
+        {
+            "prefill": 2,
+            "policy": "round_robin",
+            "journal": "x.jsonl",
+            "slo_classes": {"tight": {"ttft_ms": 175}},
+            "defaults": {"m": {"slo": "tight", "output_tokens": 9}},
+        }
+    )
     assert parse(to_config(options)) == options
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("on", True), ("off", False), (True, True), (False, False)]
+)
+@pytest.mark.parametrize("key", ["warm_up", "first_token"])
+def test_switches_are_on_or_off(key: str, word: object, value: bool) -> None:
+    assert getattr(parse({"prefill": 1, key: word}), key) is value
+
+
+def test_on_and_off_mean_nothing_where_no_switch_is() -> None:
+    assert parse({"journal": "on"}).journal == "on"
+    with pytest.raises(OptionError, match="prefill"):
+        parse({"prefill": "on"})
 
 
 @pytest.mark.parametrize(
@@ -36,9 +58,19 @@ def test_options_survive_the_way_to_another_process() -> None:
         ({"prefill": -1}, "--router-config.prefill"),
         ({"prefill": True}, "--router-config.prefill"),
         ({"warm_up": "no"}, "--router-config.warm_up"),
+        ({"first_token": "maybe"}, "--router-config.first_token"),
+        ({"kv_load_failure": "retry"}, "--router-config.kv_load_failure"),
         ({"long_share": 0}, "--router-config.long_share"),
         ({"decode_max_num_seqs": 0}, "--router-config.decode_max_num_seqs"),
         ({"policy": "best"}, "vllm, round_robin"),
+        ({"predictor": "best"}, "hint, constant"),
+        ({"online_memory": 0}, "--router-config.online_memory"),
+        ({"noise": -1}, "--router-config.noise"),
+        ({"slo_classes": {"t": {"ttft_ms": -1}}}, "--router-config.slo_classes"),
+        ({"slo_classes": {"t": {"tfft_ms": 1}}}, "unknown field `tfft_ms`"),
+        ({"default_slo": "t"}, "'t' that --router-config 'default_slo' names"),
+        ({"defaults": {"m\n": {"slo": "t"}}}, "slo_classes (none)"),
+        ({"defaults": {"m": {"output_tokens": 0}}}, "--router-config.defaults"),
     ],
 )
 def test_what_is_wrong_is_named(config: dict[str, object], says: str) -> None:

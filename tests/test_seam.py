@@ -10,7 +10,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from examples.tiny_model import make_tiny_model
-from vllm_calrouter import plugin, seam
+from vllm_calrouter import plugin, seam, transport
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +116,45 @@ def test_a_scheduler_of_the_user_s_is_extended_not_replaced(model: str) -> None:
     own = "vllm.v1.core.sched.scheduler.Scheduler"
     config = engine_config(model, *SPLIT, "--scheduler-cls", own)
     assert config.additional_config["calrouter_scheduler"] == own
+
+
+FOREIGN = "tests.test_seam.Foreign"
+
+
+class Foreign:
+    """A scheduler that has nothing of vLLM's."""
+
+
+def test_a_scheduler_that_cannot_be_observed_ends_in_one_line(model: str) -> None:
+    with pytest.raises(SystemExit, match=r"Foreign .*write .*telemetry off") as end:
+        engine_config(model, *SPLIT, "--scheduler-cls", FOREIGN)
+    assert "\n" not in str(end.value)
+    off = ["--router-config.telemetry", "off"]
+    config = engine_config(model, *SPLIT, "--scheduler-cls", FOREIGN, *off)
+    assert config.additional_config["calrouter_scheduler"] == FOREIGN
+
+
+def test_a_launch_changes_no_key_of_the_compile_cache(model: str) -> None:
+    first = engine_config(model, *SPLIT)
+    folder = transport.located("ipc")
+    second = engine_config(model, *SPLIT)
+    assert transport.located("ipc") != folder
+    assert first.additional_config == second.additional_config
+
+
+def test_a_launch_without_a_command_line_has_a_folder_too(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin.register()
+    monkeypatch.setattr(transport, "_made_by", set())
+    monkeypatch.delenv("CALROUTER_SOCKETS", raising=False)
+    AsyncEngineArgs(
+        model=model,
+        enforce_eager=True,
+        data_parallel_size=2,
+        additional_config={"calrouter": {"policy": "round_robin"}},
+    ).create_engine_config()
+    transport.check_private(transport.located("ipc"))
 
 
 def test_additional_config_of_the_user_s_stays(model: str) -> None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_calrouter import options as opt
+from vllm_calrouter.calibration import ProfileError, load
 from vllm_calrouter.options import OptionError, RouterOptions
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.calrouter")
 
 #: Launch modes in which requests do not pass the client the router extends, or
 #: pass one that sees only part of the engines: flag, and what to do instead.
@@ -29,11 +33,23 @@ _BYPASSES = {
 
 _SETS_RANK = ("data_parallel_rank", "data_parallel_start_rank")
 
-#: Keys that mean something under one policy only.
+#: Keys that mean something under some policies only.
 _POLICY_KEYS = {
-    "length_threshold_tokens": "length_threshold",
-    "long_share": "length_threshold",
-    "seed": "power_of_two",
+    "length_threshold_tokens": ("length_threshold",),
+    "long_share": ("length_threshold",),
+    "seed": ("power_of_two",),
+    "profile": opt.PRICING_POLICIES,
+}
+
+#: Keys that mean something only where prefill has engines of its own.
+_SPLIT_KEYS = ("warm_up", "first_token", "kv_load_failure")
+
+#: Keys that mean something under one predictor only.
+_PREDICTOR_KEYS = {
+    "online_memory": "online",
+    "online_keys": "online",
+    "noise": "noisy",
+    "noise_seed": "noisy",
 }
 
 #: Where the connector is that gives each rank its role.
@@ -65,7 +81,11 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
     _check_effect(config, options)
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
+    _check_models(args, options)
     _check_journal(options.journal)
+    _check_profile(options.profile)
+    check_telemetry(options, args.data_parallel_size)
+    _check_telemetry_free(options, args.data_parallel_size)
     return options
 
 
@@ -81,16 +101,24 @@ def _written_config(args: Namespace) -> dict[str, Any]:
 
 
 def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
-    for key, policy in _POLICY_KEYS.items():
-        if key in config and options.policy != policy:
+    for key, policies in _POLICY_KEYS.items():
+        if key in config and options.policy not in policies:
             raise OptionError(
                 f"--router-config.{key} has no effect under the policy "
-                f"{options.policy}: drop it or write --router-policy {policy}"
+                f"{options.policy}: drop it or write --router-policy "
+                f"{' or '.join(policies)}"
+            )
+    for key, predictor in _PREDICTOR_KEYS.items():
+        if key in config and options.predictor != predictor:
+            raise OptionError(
+                f"--router-config.{key} has no effect under the predictor "
+                f"{options.predictor}: drop it or write "
+                f"--router-config.predictor {predictor}"
             )
     if options.prefill:
         return
     for key in config:
-        if key.startswith(("prefill_", "decode_")) or key == "warm_up":
+        if key.startswith(("prefill_", "decode_")) or key in _SPLIT_KEYS:
             raise OptionError(
                 f"--router-config.{key} has no effect when every engine does both: "
                 "add --router-config.prefill N"
@@ -139,6 +167,31 @@ def _check_engines(engines: int, prefill: int) -> None:
         )
 
 
+def _check_models(args: Namespace, options: RouterOptions) -> None:
+    """Refuse defaults for models that no request can name."""
+    if getattr(args, "enable_lora", False):
+        # Adapters may be loaded while the server runs.
+        return
+    model = getattr(args, "model_tag", None) or getattr(args, "model", None)
+    served = getattr(args, "served_model_name", None) or [model]
+    served = [served] if isinstance(served, str) else served
+    for name in options.defaults:
+        if name not in served:
+            raise OptionError(
+                f"--router-config.defaults are for the model {name!r}, which is not "
+                f"served: write one of {', '.join(map(repr, served))}"
+            )
+
+
+def _check_profile(profile: str | None) -> None:
+    if profile is None:
+        return
+    try:
+        load(profile)
+    except ProfileError as error:
+        raise OptionError(f"--router-config.profile: {error}") from None
+
+
 def _check_journal(journal: str | None) -> None:
     """Say now what would otherwise fail when all engines have loaded their models."""
     if journal is None:
@@ -154,13 +207,47 @@ def _check_journal(journal: str | None) -> None:
         ) from None
 
 
+def check_telemetry(options: RouterOptions, engines: int) -> None:
+    """Check what can be checked while engines use the addresses, too.
+
+    Raises:
+        OptionError: as `resolve`.
+    """
+    # Needs ZeroMQ, which nothing needs before the router is chosen.
+    from vllm_calrouter import keys, transport
+
+    transport.check_address(options.telemetry, engines)
+    folder = options.telemetry_keys
+    if folder is None:
+        return
+    if options.telemetry == transport.OFF:
+        raise OptionError(
+            "--router-config.telemetry_keys has no effect with telemetry off: drop it"
+        )
+    keys.check_keys(folder)
+
+
+def _check_telemetry_free(options: RouterOptions, engines: int) -> None:
+    from vllm_calrouter import transport
+
+    transport.check_free(options.telemetry, engines)
+    if transport.is_open_to_strangers(options.telemetry, options.telemetry_keys):
+        logger.warning(
+            "whoever reaches %s can read how loaded the engines are: add "
+            "--router-config.telemetry_keys FOLDER",
+            options.telemetry,
+        )
+
+
 def check_config(config: VllmConfig, options: RouterOptions) -> None:
     """Check what only the finished configuration tells (model, connector, limits).
 
     Raises:
         OptionError: as `resolve`.
     """
-    _check_engines(config.parallel_config.data_parallel_size, options.prefill)
+    engines = config.parallel_config.data_parallel_size
+    _check_engines(engines, options.prefill)
+    check_telemetry(options, engines)
     if not options.prefill:
         return
     _check_model(config)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import fields
 
 PLUGIN_NAME = "calrouter"
 
@@ -16,9 +17,24 @@ PLUGIN_NAME = "calrouter"
 #: the one dictionary that reaches every API server and every engine.
 CONFIG_KEY = "calrouter"
 
-POLICIES = ("vllm", "round_robin", "least_loaded", "power_of_two", "length_threshold")
+POLICIES = (
+    "vllm",
+    "round_robin",
+    "least_loaded",
+    "power_of_two",
+    "length_threshold",
+    "calibrated",
+    "paper",
+)
+
+#: Those that price placements in seconds.
+PRICING_POLICIES = ("calibrated", "paper")
+
+PREDICTORS = ("hint", "constant", "max_tokens", "online", "oracle", "noisy")
 
 _Count = Annotated[int, Meta(ge=1)]
+#: Milliseconds, at most a day.
+_Target = Annotated[float, Meta(gt=0, le=86_400_000)]
 
 
 class OptionError(ValueError):
@@ -28,6 +44,20 @@ class OptionError(ValueError):
     """
 
 
+class SloClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Latency targets that requests of one class share; None: no target."""
+
+    ttft_ms: _Target | None = None
+    tpot_ms: _Target | None = None
+
+
+class ModelDefaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is assumed of requests for one served model that do not say."""
+
+    slo: str | None = None
+    output_tokens: _Count | None = None
+
+
 class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything `--router-config` accepts.
 
@@ -35,14 +65,27 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     policy: str = "vllm"
+    profile: str | None = None
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
+    first_token: bool = True
+    kv_load_failure: Literal["recompute", "fail"] = "recompute"
     journal: str | None = None
+    telemetry: str = "ipc"
+    telemetry_keys: str | None = None
     prefill_max_num_seqs: _Count | None = None
     prefill_max_num_batched_tokens: _Count | None = None
     decode_max_num_seqs: _Count | None = None
     decode_max_num_batched_tokens: _Count | None = None
+    slo_classes: dict[str, SloClass] = {}
+    default_slo: str | None = None
+    defaults: dict[str, ModelDefaults] = {}
+    predictor: str = "hint"
     output_tokens: _Count = 256
+    online_memory: Annotated[int, Meta(ge=10)] = 500
+    online_keys: Annotated[int, Meta(ge=10)] = 1000
+    noise: Annotated[float, Meta(ge=0, le=10)] = 0.5
+    noise_seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
     length_threshold_tokens: _Count = 512
     long_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
@@ -59,17 +102,38 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 HELP = {
     "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
+    "profile": "calibrated, paper: what work costs on these engines; the name of a "
+    "shipped profile or a file. Without it an A40's figures stand in.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "
     "reports healthy.",
+    "first_token": "on or off: send a request's first token straight from its prefill "
+    "engine, where that is exact. Off: every token comes from the decode engine.",
+    "kv_load_failure": "recompute or fail: what a decode engine does with a request "
+    "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",
+    "telemetry": "Where engines tell routers what they hold: ipc (a private folder), "
+    "ipc:///FOLDER, tcp://HOST:PORT (rank N on port PORT + N), or off.",
+    "telemetry_keys": "Folder of CURVE keys that close telemetry to strangers; "
+    "python -m vllm_calrouter.keys FOLDER makes them.",
     "prefill_max_num_seqs": "max_num_seqs of the prefill engines.",
     "prefill_max_num_batched_tokens": "max_num_batched_tokens of the prefill engines.",
     "decode_max_num_seqs": "max_num_seqs of the decode engines.",
     "decode_max_num_batched_tokens": "max_num_batched_tokens of the decode engines.",
-    "output_tokens": "Output length assumed for a request without a hint "
-    "(vllm_xargs.output_tokens).",
+    "slo_classes": "Latency targets by class, which vllm_xargs.slo names: "
+    '{"tight": {"ttft_ms": 175, "tpot_ms": 40}}.',
+    "default_slo": "Class of requests that name none and state no targets.",
+    "defaults": "By served model or adapter, what its requests have unless they say "
+    'otherwise: {"MODEL": {"slo": "tight", "output_tokens": 100}}.',
+    "predictor": "How an output's length is predicted where its client gives none: "
+    f"{', '.join(PREDICTORS)}.",
+    "output_tokens": "Output length assumed where nothing better is known.",
+    "online_memory": "online: finished requests of a kind after which an older one "
+    "weighs 1/e.",
+    "online_keys": "online: kinds of requests remembered; the least recent go.",
+    "noise": "noisy: standard deviation of the error, relative to the true length.",
+    "noise_seed": "noisy: seed of the errors.",
     "length_threshold_tokens": "length_threshold: a longer predicted output is long.",
     "long_share": "length_threshold: share of the decode engines kept for long ones.",
     "seed": "power_of_two: seed of the draws.",
@@ -101,7 +165,7 @@ def parse(config: Mapping[str, Any]) -> RouterOptions:
         if key not in HELP:
             raise OptionError(_unknown_key(key))
     try:
-        options = msgspec.convert(dict(config), RouterOptions)
+        options = msgspec.convert(_switches(config), RouterOptions)
     except msgspec.ValidationError as error:
         raise OptionError(_bad_value(config, error)) from None
     if options.policy not in POLICIES:
@@ -109,13 +173,43 @@ def parse(config: Mapping[str, Any]) -> RouterOptions:
             f"unknown routing policy {options.policy!r}: "
             f"write --router-policy with one of {', '.join(POLICIES)}"
         )
+    if options.predictor not in PREDICTORS:
+        raise OptionError(
+            f"unknown predictor {options.predictor!r}: "
+            f"write --router-config.predictor with one of {', '.join(PREDICTORS)}"
+        )
+    _check_slo_names(options)
     return options
+
+
+def _check_slo_names(options: RouterOptions) -> None:
+    named = {"default_slo": options.default_slo}
+    named |= {f"defaults.{model}": one.slo for model, one in options.defaults.items()}
+    for key, name in named.items():
+        if name is not None and name not in options.slo_classes:
+            known = ", ".join(map(repr, options.slo_classes)) or "none"
+            raise OptionError(
+                f"the SLO class {name!r} that --router-config {key!r} names is not in "
+                f"slo_classes ({known}): add it there, or name another"
+            )
 
 
 def to_config(options: RouterOptions) -> dict[str, Any]:
     """The plain dictionary that travels to every process; `parse` reads it back."""
     config: dict[str, Any] = msgspec.to_builtins(options)
     return config
+
+
+def _switches(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with on and off read as true and false, where those are asked for."""
+    read = {"on": True, "off": False}
+    switches = [field.name for field in fields(RouterOptions) if field.type is bool]
+    return {
+        key: read.get(value, value)
+        if key in switches and isinstance(value, str)
+        else value
+        for key, value in config.items()
+    }
 
 
 def _unknown_key(key: str) -> str:
@@ -127,7 +221,8 @@ def _unknown_key(key: str) -> str:
 def _bad_value(config: Mapping[str, Any], error: msgspec.ValidationError) -> str:
     # msgspec ends its message with the place of the fault, "... - at `$.prefill`".
     reason, _, place = str(error).partition(" - at `$.")
-    key = place.rstrip("`")
+    # Of a dictionary's entry the place is "slo_classes[...].ttft_ms".
+    key = place.rstrip("`").partition("[")[0]
     return (
         f"--router-config.{key} {json.dumps(config.get(key))} is wrong "
         f"({reason[0].lower()}{reason[1:]}): {HELP.get(key, '')}"

@@ -12,10 +12,16 @@ Wrapped here:
                                                  chooses the class in this one place.
 `vllm.plugins.load_endpoint_plugins`             adds the router's pages, which vLLM
                                                  loads only if VLLM_PLUGINS names them.
+`to_sampling_params` of the OpenAI requests,     tell the router what the body says; a
+`to_beam_search_params`                          bad wish is HTTP 400, streaming or not.
+                                                 vLLM hands the client a request without
+                                                 its body.
+`InputProcessor.process_inputs`                  the same check for all other routes,
+                                                 before the request is registered.
 ===============================================  =====================================
 
 Extended elsewhere, by subclass, with the names each subclass uses listed in `NEEDS`:
-`router/client.py` (the data-parallel client), `engine/scheduler.py` (the scheduler)
+`router/client.py` (the data-parallel client), `engine/observer.py` (the scheduler)
 and `engine/connector.py` (NIXL). A hook of vLLM's own for any of these lets the
 matching row go.
 """
@@ -57,12 +63,28 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.v1.engine.core_client", "EngineCoreClient", ("make_async_mp_client",)),
     ("vllm.v1.engine.core", "EngineCore", ("abort_requests",)),
-    ("vllm.v1.core.sched.scheduler", "Scheduler", ("schedule", "get_request_counts")),
+    (
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler",
+        (
+            "schedule",
+            "update_from_output",
+            "add_request",
+            "finish_requests",
+            "set_pause_state",
+            "pause_state",
+            "has_unfinished_requests",
+            "get_request_counts",
+            "shutdown",
+        ),
+    ),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", ("schedule",)),
+    ("vllm.v1.request", "RequestStatus", ("PREEMPTED", "WAITING_FOR_REMOTE_KVS")),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", ("get_blocks",)),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
         "NixlPullConnector",
-        ("request_finished_all_groups",),
+        ("request_finished_all_groups", "get_num_new_matched_tokens"),
     ),
     (
         "vllm.v1.engine",
@@ -74,13 +96,34 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "EngineCoreOutput",
         ("kv_transfer_params", "prefill_stats", "finish_reason"),
     ),
+    (
+        "vllm.v1.engine.detokenizer",
+        "IncrementalDetokenizer",
+        ("from_new_request", "update"),
+    ),
+    (
+        "vllm.sampling_params",
+        "SamplingParams",
+        ("_bad_words_token_ids", "thinking_token_budget", "repetition_detection"),
+    ),
+    ("vllm.tokenizers", "", ("cached_tokenizer_from_config",)),
     ("vllm.plugins", "", ("load_endpoint_plugins",)),
+    ("vllm.v1.engine.input_processor", "InputProcessor", ("process_inputs",)),
+    ("vllm.exceptions", "VLLMValidationError", ()),
     (
         "vllm.entrypoints.serve.middleware.authenticate",
         "AuthenticationMiddleware",
         ("verify_token",),
     ),
 )
+
+#: The requests whose bodies carry wishes: module, class.
+_BODIES = (
+    ("vllm.entrypoints.openai.completion.protocol", "CompletionRequest"),
+    ("vllm.entrypoints.openai.chat_completion.protocol", "ChatCompletionRequest"),
+    ("vllm.entrypoints.openai.responses.protocol", "ResponsesRequest"),
+)
+NEEDS += tuple((*body, ("to_sampling_params", "model_extra")) for body in _BODIES)
 
 _SCHEDULER = "vllm_calrouter.engine.scheduler.build_scheduler"
 
@@ -203,9 +246,19 @@ def _carry_options(args: Namespace, options: RouterOptions | None) -> None:
     """Put the options where every API server and engine finds them."""
     if options is None:
         return
+    _make_socket_folder(options)
     extra = dict(args.additional_config or {})
     extra[CONFIG_KEY] = opt.to_config(options)
     args.additional_config = extra
+
+
+def _make_socket_folder(options: RouterOptions) -> None:
+    from vllm import envs
+
+    from vllm_calrouter import transport
+
+    if options.telemetry == transport.IPC:
+        transport.make_folder(envs.VLLM_RPC_BASE_PATH)
 
 
 def _with_router(
@@ -223,16 +276,23 @@ def _with_router(
 
 
 def _activate(config: VllmConfig, options: RouterOptions) -> None:
+    from vllm_calrouter import transport
+
     _check_vllm()
     launch.check_config(config, options)
+    if not transport.has_folder():
+        # No command line was parsed for this launch.
+        _make_socket_folder(options)
     if options.prefill:
         # vLLM compares the connector's name in several places, so the name stays
         # and the module changes.
         config.kv_transfer_config.kv_connector = "NixlConnector"
         config.kv_transfer_config.kv_connector_module_path = launch.CONNECTOR_MODULE
-    _install_scheduler(config)
+        config.kv_transfer_config.kv_load_failure_policy = options.kv_load_failure
+    _install_scheduler(config, tells=options.telemetry != transport.OFF)
     _install_client()
     _install_endpoints()
+    _install_wishes(options)
 
 
 def _check_vllm() -> None:
@@ -245,14 +305,27 @@ def _check_vllm() -> None:
         )
 
 
-def _install_scheduler(config: VllmConfig) -> None:
+def _install_scheduler(config: VllmConfig, *, tells: bool) -> None:
     chosen = config.scheduler_config.scheduler_cls
     if chosen == _SCHEDULER:
         return
+    if chosen is not None and tells:
+        _check_observable(config.scheduler_config.get_scheduler_cls())
     if chosen is not None and not isinstance(chosen, str):
         chosen = f"{chosen.__module__}.{chosen.__qualname__}"
     config.additional_config[CONFIG_KEY + "_scheduler"] = chosen
     config.scheduler_config.scheduler_cls = _SCHEDULER
+
+
+def _check_observable(scheduler: type) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not issubclass(scheduler, Scheduler):
+        raise OptionError(
+            f"{scheduler.__name__} does not derive from vLLM's Scheduler, so that "
+            "engines cannot tell what they hold: drop --scheduler-cls or write "
+            "--router-config.telemetry off"
+        )
 
 
 def _install_client() -> None:
@@ -280,3 +353,17 @@ def _install_endpoints() -> None:
         return [*original(*args, **kwargs), RouterEndpoints()]
 
     _wrap(plugins, "load_endpoint_plugins", load)
+
+
+def _install_wishes(options: RouterOptions) -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_calrouter.router import intake
+
+    intake.activate(options)
+    for module_name, class_name in _BODIES:
+        body = getattr(importlib.import_module(module_name), class_name)
+        _wrap(body, "to_sampling_params", intake.told_by_body)
+        if hasattr(body, "to_beam_search_params"):
+            _wrap(body, "to_beam_search_params", intake.told_by_beam_search)
+    _wrap(InputProcessor, "process_inputs", intake.checked)

@@ -1,11 +1,27 @@
 // The core alone, without Python; built by run.sh under sanitizers.
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
+#include <new>
 #include <string>
 
 #include "../policies.h"
 
 using namespace calrouter;
+
+static std::size_t allocations = 0;
+
+// Not inlined: GCC would take new and free for a mismatch.
+[[gnu::noinline]] void* operator new(std::size_t bytes) {
+  ++allocations;
+  if (void* memory = std::malloc(bytes ? bytes : 1)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept {
+  std::free(memory);
+}
 
 namespace {
 
@@ -30,7 +46,7 @@ void expect_throws(const std::function<void()>& action, const char* what) {
 void releases_once() {
   Table table(2);
   const auto booking = table.book(1, Phase::Decode, 100, 20);
-  expect(table.row(1).legs[1] == 1, "a booking counts");
+  expect(table.account(1).open[1].legs == 1, "a booking counts");
   expect(table.release(booking), "the first release counts");
   expect(!table.release(booking), "the second release does not");
   expect(!table.release(99), "an unknown number is no booking");
@@ -40,8 +56,8 @@ void releases_once() {
 void refuses_what_is_not_there() {
   Table table(2);
   expect_throws<std::invalid_argument>([] { Table(0); }, "no engines");
-  expect_throws<std::out_of_range>([&] { table.row(2); }, "rank past the end");
-  expect_throws<std::out_of_range>([&] { table.row(-1); }, "negative rank");
+  expect_throws<std::out_of_range>([&] { table.engine(2); }, "rank past the end");
+  expect_throws<std::out_of_range>([&] { table.engine(-1); }, "negative rank");
   expect_throws<std::out_of_range>([&] { table.book(2, Phase::Decode, 1, 1); }, "book");
   expect(table.is_idle(), "a refused booking counts nothing");
   expect_throws<std::invalid_argument>([] { RoundRobin(1, 1, {}); }, "empty pool");
@@ -114,6 +130,149 @@ void power_of_two_avoids_the_worst() {
   for (int i = 0; i < 200; ++i) expect(policy->pick(table, {}) != 1, "never the worst");
 }
 
+Costs some_costs() {
+  Costs costs;
+  costs.prefill_base_s = 0.05;
+  costs.prefill_per_token_s = 1e-4;
+  costs.prefill_per_token_sq_s = 1e-9;
+  costs.decode_base_s = 0.013;
+  costs.decode_per_seq_s = 1e-4;
+  costs.decode_per_context_token_s = 1e-8;
+  costs.transfer_bytes_per_s = 1e10;
+  costs.kv_bytes_per_token = 36864;
+  costs.kv_capacity_tokens = 60000;
+  return costs;
+}
+
+Table priced_table(std::size_t engines) {
+  Table table(engines);
+  for (std::size_t rank = 0; rank < engines; ++rank)
+    table.set_costs(static_cast<std::int64_t>(rank), some_costs());
+  return table;
+}
+
+Message message(std::int64_t incarnation, std::int64_t sequence, std::int64_t echo,
+                double now_s = 0.0) {
+  Message m;
+  m.incarnation = incarnation;
+  m.sequence = sequence;
+  m.booking_seen = echo;
+  m.now_s = now_s;
+  return m;
+}
+
+void echo_moves_bookings_into_the_figures() {
+  Table table(2);
+  const auto first = table.book(0, Phase::Prefill, 100, 1);
+  table.book(1, Phase::Decode, 10, 10);
+  const auto third = table.book(0, Phase::Decode, 50, 20);
+  const Tally* unseen = table.account(0).unseen;
+  expect(unseen[0].prompt_tokens == 100 && unseen[1].output_tokens == 20, "all unseen");
+  expect(table.hear(0, message(1, 1, first)), "news");
+  expect(unseen[0].is_zero() && unseen[1].legs == 1, "the first is in the figures");
+  expect(!table.hear(0, message(1, 1, third)), "the same sequence is stale");
+  expect(unseen[1].legs == 1, "what is stale changes nothing");
+  expect(table.hear(0, message(2, 1, 0)), "a new incarnation begins anew");
+  expect(unseen[0].legs == 1 && unseen[1].legs == 1, "it has seen nothing");
+  expect(table.hear(0, message(1, 9, third)), "a late message of the old one stands");
+  expect(table.hear(0, message(2, 2, 0)), "until the next one of the new");
+  expect(unseen[0].legs == 1 && unseen[1].legs == 1, "which has seen nothing still");
+  expect(table.hear(0, message(2, 3, 1000)), "an echo of numbers never given");
+  expect(unseen[0].is_zero() && unseen[1].is_zero(), "reaches the last given");
+  const auto fourth = table.book(0, Phase::Decode, 7, 7);
+  expect(unseen[1].legs == 1, "and no further");
+  for (const auto number : {third, fourth, first, std::int64_t{2}})
+    expect(table.release(number), "each is released");
+  expect(table.is_idle(), "idle");
+}
+
+void leases_end() {
+  Table table(2, Patience{5.0, 1.0, 10.0});
+  table.book(0, Phase::Decode, 1, 1, 0, 100.0);
+  const auto undated = table.book(1, Phase::Decode, 1, 1);
+  expect(table.expire(104.0) == 0, "both leases run");
+  expect(table.expire(106.0) == 1, "the dated one has ended");
+  expect(table.expire(109.0) == 0, "the undated one was dated when first met");
+  expect(table.expire(110.0) == 1, "and ends in its turn");
+  expect(!table.release(undated) && table.is_idle(), "nothing is left");
+}
+
+void silence_leaves_engines_out() {
+  Table table = priced_table(2);
+  auto policy = make_policy("calibrated", 0, 2, {});
+  table.hear(0, message(1, 1, 0, 0.0));
+  table.hear(1, message(1, 1, 0, 0.0));
+  for (int i = 0; i < 8; ++i) table.book(1, Phase::Decode, 1000, 1000);
+  Demand demand{100, 100};
+  expect(policy->pick(table, demand) == 0, "the empty engine");
+  table.hear(1, message(1, 2, 0, 11.0));
+  demand.now_s = 11.0;
+  expect(policy->pick(table, demand) == 1, "the dead one is not chosen");
+  expect(policy->scores().size() == 1, "nor a candidate");
+  demand.now_s = 99.0;
+  expect(policy->pick(table, demand) == 1, "unless all are: then the later heard");
+  expect(policy->scores().size() == 2, "and both are candidates");
+}
+
+void terms_are_of_the_pick() {
+  Table table = priced_table(3);
+  PolicyOptions options;
+  options.serves = Serves::Decode;
+  for (const char* name : {"calibrated", "paper"}) {
+    auto policy = make_policy(name, 0, 3, options);
+    table.book(1, Phase::Decode, 500, 700);
+    policy->pick(table, {1000, 100});
+    table.book(1, Phase::Decode, 9999, 9999);
+    for (std::size_t place = 0; place < 3; ++place)
+      expect(total_s(policy->terms(place)) == policy->scores()[place].value,
+             "terms add up to the score, whatever was booked since");
+  }
+}
+
+void two_tables_are_not_confused() {
+  auto policy = make_policy("calibrated", 0, 2, {});
+  Table one = priced_table(2);
+  Table other = priced_table(2);
+  one.book(0, Phase::Decode, 5000, 500);
+  other.book(1, Phase::Decode, 5000, 500);
+  for (int i = 0; i < 3; ++i) {
+    expect(policy->pick(one, {100, 100}) == 1, "the first table's empty engine");
+    expect(policy->pick(other, {100, 100}) == 0, "the second's");
+  }
+}
+
+void refuses_what_cannot_be_priced() {
+  Table table(1);
+  auto policy = make_policy("calibrated", 0, 1, {});
+  expect_throws<std::logic_error>([&] { policy->pick(table, {1, 1}); }, "no costs");
+  Costs costs = some_costs();
+  costs.decode_base_s = std::nan("");
+  expect_throws<std::invalid_argument>([&] { table.set_costs(0, costs); }, "NaN");
+  expect_throws<std::invalid_argument>([&] { table.set_costs(0, {}); }, "free work");
+  expect_throws<std::invalid_argument>([&] { table.set_limits(0, {0, 1}); }, "slots");
+  Message m = message(1, 1, 0);
+  m.running = -1;
+  expect_throws<std::invalid_argument>([&] { table.hear(0, m); }, "negative figure");
+  expect(table.heard(0) == nullptr, "a refused message was not heard");
+}
+
+void choices_do_not_allocate() {
+  Table table = priced_table(64);
+  for (const char* name : kPolicyNames) {
+    auto policy = make_policy(name, 16, 64, {});
+    policy->pick(table, {100, 100});
+    const std::size_t before = allocations;
+    for (int i = 0; i < 100; ++i) {
+      table.hear(16 + i % 48, message(1, i + 1, 0, 0.1 * i));
+      policy->pick(table, {100 + i, 100, i, 0.2, 0.05, 0.1 * i});
+    }
+    expect(allocations == before, name);
+  }
+  const std::size_t before = allocations;
+  table.book(0, Phase::Decode, 1, 1);
+  expect(allocations > before, "the counter counts");
+}
+
 }  // namespace
 
 int main() {
@@ -126,6 +285,13 @@ int main() {
   length_threshold_rounds_the_share();
   vllm_rule_counts_what_it_sent();
   power_of_two_avoids_the_worst();
+  echo_moves_bookings_into_the_figures();
+  leases_end();
+  silence_leaves_engines_out();
+  terms_are_of_the_pick();
+  two_tables_are_not_confused();
+  refuses_what_cannot_be_priced();
+  choices_do_not_allocate();
   if (failures == 0) std::printf("core: all checks passed\n");
   return failures == 0 ? 0 : 1;
 }

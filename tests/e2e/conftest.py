@@ -45,6 +45,7 @@ def split(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
             *("--lora-modules", f"adapter={lora}"),
             *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
             "--enable-prompt-tokens-details",
+            *("--max-logprobs", "-1"),
         ],
         log=folder / "server.log",
     )
@@ -66,6 +67,12 @@ def unified(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         arguments=[
             *("--router-config.journal", str(journal)),
             *("--api-key", "secret"),
+            *("--enable-request-id-headers", "--enable-scale-out"),
+            *("--router-config.slo_classes.tight.ttft_ms", "175"),
+            *("--router-config.slo_classes.tight.tpot_ms", "40"),
+            *("--router-config.slo_classes.loose.ttft_ms", "525"),
+            *("--router-config.defaults.tiny.slo", "loose"),
+            *("--router-config.predictor", "online"),
         ],
         log=folder / "server.log",
     )

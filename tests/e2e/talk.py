@@ -54,9 +54,18 @@ class Server:
     def async_http(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(**self._settings())
 
-    def post(self, path: str, rank: int | None = None, **body: Any) -> dict[str, Any]:
+    def post(
+        self,
+        path: str,
+        rank: int | None = None,
+        *,
+        request_id: str | None = None,
+        **body: Any,
+    ) -> dict[str, Any]:
         """Post to a route, on one engine if `rank` names it; the answer as JSON."""
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        if request_id is not None:
+            headers["X-Request-Id"] = request_id
         answer = self.http.post(path, json={"model": "tiny", **body}, headers=headers)
         assert answer.status_code == 200, answer.text
         result: dict[str, Any] = answer.json()
@@ -129,6 +138,16 @@ class Server:
             if len(lines) >= count or time.monotonic() > deadline:
                 return [json.loads(line) for line in lines]
             time.sleep(0.1)
+
+    def line_of(self, request_id: str) -> dict[str, Any]:
+        """The journal's line of a request, once it is there."""
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            for line in reversed(self.journal_lines()):
+                if request_id in line["request_id"]:
+                    return line
+            time.sleep(0.05)
+        raise AssertionError(f"{request_id} is not in the journal")
 
 
 async def gather(limit: int, jobs: list[Any]) -> list[Any]:

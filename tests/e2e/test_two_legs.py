@@ -271,7 +271,9 @@ def test_decisions_and_times_are_told(split: Server) -> None:
     assert pair(line) in PAIRS
     assert line["prompt_tokens"] == 60
     assert line["output_tokens"] == 5
-    assert 0 < line["prefill_s"] < line["ttft_s"] <= line["e2e_s"]
+    assert 0 < line["prefill_s"] == line["ttft_s"] < line["e2e_s"]
+    assert line["first_token_bypass"] is None
+    assert line["ttft_s"] + line["pause_s"] <= line["e2e_s"]
     assert [d["policy"] for d in line["decisions"]] == ["power_of_two"] * 2
     assert all(len(d["candidates"]) == 2 for d in line["decisions"])
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_calrouter import _core
 from vllm_calrouter._core import Phase, Table, make_policy
+from vllm_calrouter.placement import A40_QWEN_3B
 
 phases = st.sampled_from([Phase.PREFILL, Phase.DECODE])
 
@@ -119,6 +120,8 @@ def test_vllm_rule_equals_its_definition(
 
 def test_a_pool_is_all_a_policy_sees() -> None:
     table = Table(6)
+    for rank in range(6):
+        table.set_costs(rank, A40_QWEN_3B)
     for name in _core.POLICIES:
         policy = make_policy(name, 2, 5)
         picks = {policy.pick(table, 10, 10_000 * (i % 2)) for i in range(60)}

@@ -12,7 +12,12 @@ from vllm.v1.engine import (
     FinishReason,
 )
 
-KV = {"do_remote_prefill": True, "remote_block_ids": ([1],), "remote_engine_id": "p"}
+KV = {
+    "do_remote_prefill": True,
+    "remote_num_tokens": 10,
+    "remote_block_ids": ([1],),
+    "remote_engine_id": "p",
+}
 
 
 def request(name: str = "r", prompt: int = 10, **changes: Any) -> EngineCoreRequest:

@@ -9,6 +9,8 @@ from vllm.pooling_params import PoolingParams
 from tests.router.requests import KV, request
 from vllm_calrouter.router import legs
 
+BOOKED = {"router": "me", "booking": 5, "output_tokens": 20}
+
 
 def test_a_plain_request_can_be_split() -> None:
     assert legs.why_one_leg(request()) is None
@@ -39,7 +41,7 @@ def test_what_cannot_be_split_has_a_cause(cause: str, changes: dict[str, Any]) -
 
 def test_prefill_leg_asks_for_the_cheapest_token_and_keeps_the_cache() -> None:
     asked = request(params={"logprobs": 5, "min_tokens": 9, "stop": ["x"]})
-    leg = legs.prefill_leg(asked, 1)
+    leg = legs.prefill_leg(asked, 1, BOOKED)
     assert leg.request_id != asked.request_id
     assert leg.data_parallel_rank == 1
     assert leg.prompt_token_ids == asked.prompt_token_ids
@@ -50,43 +52,57 @@ def test_prefill_leg_asks_for_the_cheapest_token_and_keeps_the_cache() -> None:
 
 def test_decode_leg_is_the_request_itself_with_a_cache_to_read() -> None:
     asked = request(params={"logprobs": 5, "extra_args": {"mine": 1}})
-    leg = legs.decode_leg(asked, 3, KV)
+    leg = legs.decode_leg(asked, 3, BOOKED, KV)
     assert leg.request_id == asked.request_id
     assert leg.sampling_params.logprobs == 5
-    assert leg.sampling_params.extra_args == {"mine": 1, "kv_transfer_params": KV}
+    assert leg.sampling_params.extra_args == {
+        "mine": 1,
+        "kv_transfer_params": KV,
+        "calrouter": BOOKED,
+    }
 
 
 def test_the_request_is_never_changed() -> None:
     asked = request(params={"extra_args": {"mine": 1}})
-    legs.prefill_leg(asked, 0)
+    legs.one_leg(asked, 0, BOOKED)
+    legs.prefill_leg(asked, 0, BOOKED)
+    legs.decode_leg(asked, 0, BOOKED, KV)
     legs.release_leg(asked, 1, KV)
     assert asked.data_parallel_rank is None
     assert not asked.abort_immediately
     assert asked.sampling_params.extra_args == {"mine": 1}
 
 
+def test_every_leg_says_whose_it_is() -> None:
+    asked = request(params={"extra_args": {"calrouter": "a client's own"}})
+    made = [
+        legs.one_leg(asked, 0, BOOKED),
+        legs.prefill_leg(asked, 0, BOOKED),
+        legs.decode_leg(asked, 0, BOOKED, None),
+    ]
+    for leg in made:
+        assert leg.sampling_params.extra_args["calrouter"] == BOOKED
+
+
+def test_two_prefill_legs_share_nothing() -> None:
+    one, other = (
+        legs.prefill_leg(request(), 0, {"router": "me", "booking": number})
+        for number in (1, 2)
+    )
+    assert one.sampling_params.extra_args["calrouter"]["booking"] == 1
+    assert other.sampling_params.extra_args["calrouter"]["booking"] == 2
+
+
+def test_a_pooling_leg_says_whose_it_is_and_the_request_is_not_changed() -> None:
+    asked = request()
+    asked.sampling_params = None
+    asked.pooling_params = PoolingParams(extra_kwargs={"mine": 1})
+    leg = legs.one_leg(asked, 2, BOOKED)
+    assert leg.pooling_params.extra_kwargs == {"mine": 1, "calrouter": BOOKED}
+    assert asked.pooling_params.extra_kwargs == {"mine": 1}
+
+
 def test_release_leg_ends_before_it_begins_under_a_name_of_its_own() -> None:
     leg = legs.release_leg(request(), 2, KV)
     assert leg.abort_immediately
     assert leg.request_id not in ("r", "r-prefill")
-
-
-@pytest.mark.parametrize(
-    ("hint", "tokens"),
-    [
-        (30, 30),
-        (30.7, 30),
-        (0, None),
-        (-1, None),
-        ("30", None),
-        (True, None),
-        (float("nan"), None),
-        (float("inf"), None),
-        (1e30, None),
-        (None, None),
-        ([5], None),
-    ],
-)
-def test_only_a_usable_hint_is_taken(hint: Any, tokens: int | None) -> None:
-    asked = request(params={"extra_args": {"output_tokens": hint}})
-    assert legs.hinted_output_tokens(asked) == tokens

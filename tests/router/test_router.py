@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tests.router.requests import KV, answer, prefilled, request, token
 from vllm_calrouter._core import Phase
-from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.options import RouterOptions, SloClass
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
 
@@ -23,7 +23,7 @@ class Lines(list[dict[str, Any]]):
 
 
 def split_router(**options: Any) -> Router:
-    options = {"policy": "round_robin", "prefill": 2, **options}
+    options = {"policy": "round_robin", "prefill": 2, "first_token": False, **options}
     return Router(RouterOptions(**options), 6, journal=Lines())  # type: ignore[arg-type]
 
 
@@ -53,6 +53,32 @@ def test_a_request_takes_both_legs_and_leaves_nothing() -> None:
     (line,) = router._journal  # type: ignore[union-attr,attr-defined]
     assert (line["prefill_rank"], line["decode_rank"]) == (0, 2)
     assert (line["output_tokens"], line["finish"]) == (2, "stop")
+
+
+def test_legs_say_whose_they_are_and_under_which_booking() -> None:
+    router = split_router()
+    first = router.begin(request())
+    (second,) = router.answered(answer(prefilled("r")))
+    whole = router.begin(request("w", params={"max_tokens": 1}))
+    said = [
+        leg.sampling_params.extra_args["calrouter"] for leg in (first, second, whole)
+    ]
+    assert [each["booking"] for each in said] == [1, 2, 3]
+    assert {each["router"] for each in said} == {router.uid}
+    assert [each["output_tokens"] for each in said] == [1, 20, 1]
+
+
+def test_no_two_routers_are_one() -> None:
+    assert len({split_router().uid for _ in range(9)}) == 9
+
+
+def test_a_choice_is_made_from_the_freshest_figures() -> None:
+    router = split_router()
+    asked: list[str] = []
+    router.placer.refresh = lambda: asked.append("p")
+    router.begin(request())
+    router.answered(answer(prefilled("r")))
+    assert asked == ["p", "p"]
 
 
 def test_a_client_that_leaves_during_prefill_frees_the_cache_at_once() -> None:
@@ -230,7 +256,10 @@ events = st.lists(
     st.tuples(
         st.integers(0, 7),
         st.sampled_from(
-            ["begin", "prefilled", "failed", "token", "end", "abort", "drop", "unsent"]
+            [
+                *("begin", "prefilled", "stopped", "failed", "token", "end"),
+                *("abort", "drop", "unsent"),
+            ]
         ),
     ),
     max_size=120,
@@ -238,12 +267,12 @@ events = st.lists(
 
 
 @settings(max_examples=400)
-@given(events, st.sampled_from([0, 2]))
+@given(events, st.sampled_from([0, 2]), st.booleans())
 def test_load_is_zero_after_any_interleaving(
-    happenings: list[tuple[int, str]], prefill: int
+    happenings: list[tuple[int, str]], prefill: int, first_token: bool
 ) -> None:
     """Whatever order begins, answers, aborts and losses come in, twice or never."""
-    router = split_router(prefill=prefill)
+    router = split_router(prefill=prefill, first_token=first_token)
     begun = 0
     for number, event in happenings:
         begun += event == "begin" and str(number) not in router
@@ -261,6 +290,10 @@ def happen(router: Router, name: str, event: str) -> None:
             router.begin(request(name))
     elif event == "prefilled":
         router.answered(answer(prefilled(name)))
+    elif event == "stopped":
+        output = prefilled(name)
+        output.finish_reason = FinishReason.STOP
+        router.answered(answer(output))
     elif event == "failed":
         output = EngineCoreOutput(
             f"{name}-prefill", [], finish_reason=FinishReason.ERROR
@@ -276,3 +309,119 @@ def happen(router: Router, name: str, event: str) -> None:
         router.not_sent(request(name))
     else:
         router.answered(answer(dropped=(name, f"{name}-prefill")))
+
+
+def test_a_hint_is_used_recorded_and_told_apart_from_a_guess() -> None:
+    registry = CollectorRegistry()
+    router = split_router()
+    router.metrics = RouterMetrics(registry)
+    router.begin(request("a", params={"extra_args": {"output_tokens": 4}}))
+    router.begin(request("b", params={"max_tokens": 300}))
+    for name in ("a", "b"):
+        router.answered(answer(prefilled(name)))
+        router.answered(answer(token(name)))
+        router.answered(answer(token(name, FinishReason.STOP)))
+    first, second = router.decisions(10)
+    assert (first["predicted_output_tokens"], first["predicted_by"]) == (4, "hint")
+    assert (second["predicted_output_tokens"], second["predicted_by"]) == (256, "hint")
+    name = "vllm:calrouter_output_tokens_ratio"
+    labels = {"source": "hint"}
+    assert registry.get_sample_value(f"{name}_sum", labels) == 4 / 2 + 256 / 2
+    assert registry.get_sample_value(f"{name}_count", labels) == 2
+
+
+def test_the_online_predictor_learns_from_what_ends_and_not_from_warm_ups() -> None:
+    router = split_router(predictor="online")
+
+    def expected(name: str) -> int:
+        router.begin(request(name, params={"max_tokens": 1000}))
+        router.abort([name])
+        router.answered(answer(dropped=(f"{name}-prefill",)))
+        told: int = router.decisions(1)[0]["predicted_output_tokens"]
+        return told
+
+    before = expected("first")
+    for number in range(200):
+        name = str(number)
+        router.begin(request(name, params={"max_tokens": 1000}))
+        router.answered(answer(prefilled(name)))
+        router.answered(answer(token(name)))
+        router.answered(answer(token(name, FinishReason.STOP)))
+    assert before > 200
+    # Aborted before a token came, "first" has taught nothing.
+    assert expected("last") < 10
+
+    learnt = len(router.predictor)  # type: ignore[arg-type]
+    done: asyncio.Future[str] = asyncio.Future(loop=asyncio.new_event_loop())
+    router.begin(request("w", prompt=1, params={"max_tokens": 2}), done=done)
+    router.answered(answer(prefilled("w")))
+    router.answered(answer(token("w", FinishReason.LENGTH)))
+    assert done.done()
+    assert len(router.predictor) == learnt  # type: ignore[arg-type]
+
+
+def test_an_slo_and_its_defaults_reach_the_record() -> None:
+    router = split_router(
+        slo_classes={"tight": SloClass(ttft_ms=175), "loose": SloClass(tpot_ms=99)},
+        default_slo="loose",
+    )
+    for name, extra in (("a", {"slo": "tight"}), ("b", {"slo_ttft_ms": 50}), ("c", {})):
+        router.begin(request(name, params={"extra_args": extra}))
+    records = [router.decisions(1, f"user-{name}")[0] for name in "abc"]
+    assert [record["slo"] for record in records] == [
+        {"class": "tight", "ttft_s": 0.175, "tpot_s": None},
+        {"class": "loose", "ttft_s": 0.05, "tpot_s": 0.099},
+        {"class": "loose", "ttft_s": None, "tpot_s": 0.099},
+    ]
+
+
+def test_bad_wishes_that_came_past_the_gate_cost_no_request() -> None:
+    router = split_router()
+    router.begin(request(params={"extra_args": {"slo": "none such", "x": 1}}))
+    router.answered(answer(prefilled("r")))
+    router.answered(answer(token("r", FinishReason.STOP)))
+    assert idle(router)
+
+
+def test_predicted_times_are_compared_where_there_are_any() -> None:
+    registry = CollectorRegistry()
+    now = [0.0]
+    options = RouterOptions(policy="round_robin", prefill=2)
+    router = Router(options, 6, clock=lambda: now[0])
+    router.metrics = RouterMetrics(registry)
+    for name in ("predicted", "not"):
+        router.begin(request(name))
+        if name == "predicted":
+            journey = router._by_request[name]
+            journey.predicted_ttft_s, journey.predicted_e2e_s = 0.5, 6.0
+        now[0] += 2.0
+        router.answered(answer(prefilled(name)))
+        router.answered(answer(token(name)))
+        now[0] += 1.0
+        router.answered(answer(token(name, FinishReason.STOP)))
+    for kind, ratio in (("ttft", 0.25), ("e2e", 2.0)):
+        name = f"vllm:calrouter_{kind}_ratio"
+        assert registry.get_sample_value(f"{name}_sum") == ratio
+        assert registry.get_sample_value(f"{name}_count") == 1
+
+
+def test_the_last_decisions_are_kept_and_no_more() -> None:
+    router = split_router()
+    for number in range(1200):
+        router.begin(request(str(number), params={"max_tokens": 1}))
+        router.answered(answer(token(str(number), FinishReason.LENGTH)))
+    ids = [record["request_id"] for record in router.decisions(10_000)]
+    assert ids == [f"user-{number}" for number in range(700, 1200)]
+    assert [r["request_id"] for r in router.decisions(2)] == ids[-2:]
+    # What is remembered is small: no prompts but the last one.
+    held = [hasattr(one.journey, "request") for one in router._ended]
+    assert held == [False] * 499 + [True]
+
+
+def test_a_request_under_way_is_found_by_its_id_without_an_end() -> None:
+    router = split_router()
+    router.begin(request())
+    (record,) = router.decisions(10, "user-r")
+    assert (record["finish"], record["decode_rank"]) == (None, None)
+    assert router.decisions(10) == []
+    assert router.decisions(10, "user-s") == []

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 
 def kv_role(rank: int, prefill: int) -> str:
@@ -38,3 +39,21 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
         # The scheduler reads the role again from this configuration afterwards.
         vllm_config.kv_transfer_config.kv_role = kv_role(rank, options.prefill)
         super().__init__(vllm_config, role, kv_cache_config)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Tokens to read from afar: never more than the prefill engine computed.
+
+        vLLM counts the whole prompt, and a decode leg's may end in a first token that
+        only this engine computes. Where the rest fills its last block exactly, one
+        token too many asks for a block that the other side does not have.
+        """
+        count, asynchronous = super().get_num_new_matched_tokens(
+            request, num_computed_tokens
+        )
+        remote = (request.kv_transfer_params or {}).get("remote_num_tokens")
+        if not count or not remote:
+            return count, asynchronous
+        count = max(0, min(count, remote - num_computed_tokens))
+        return count, asynchronous and count > 0

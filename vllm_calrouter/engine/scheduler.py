@@ -5,7 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from vllm_calrouter.options import CONFIG_KEY
+from vllm_calrouter import transport
+from vllm_calrouter.engine.observer import Observer, observed
+from vllm_calrouter.engine.publisher import Publisher
+from vllm_calrouter.keys import load_keys
+from vllm_calrouter.messages import Role
+from vllm_calrouter.options import CONFIG_KEY, RouterOptions
 from vllm_calrouter.seam import add_engine_utility, router_options
 
 if TYPE_CHECKING:
@@ -18,13 +23,42 @@ def build_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Any:
     """What vLLM calls as the scheduler class: the class in use, under our limits."""
     options = router_options(vllm_config)
     assert options is not None, "this scheduler is chosen by the router only"
-    scheduler = _base_class(vllm_config)(vllm_config=vllm_config, **kwargs)
+    tells = options.telemetry != transport.OFF
+    scheduler_class = _base_class(vllm_config)
+    if tells:
+        scheduler_class = observed(scheduler_class)
+    scheduler = scheduler_class(vllm_config=vllm_config, **kwargs)
     rank = vllm_config.parallel_config.data_parallel_index
     if options.prefill:
         limits = options.role_limits(prefill=rank < options.prefill)
         apply_limits(scheduler, limits)
+    if tells:
+        observe(scheduler, options, rank)
     add_engine_utility(STATE_UTILITY, engine_state)
     return scheduler
+
+
+def observe(scheduler: Any, options: RouterOptions, rank: int) -> None:
+    """Let routers hear from now on what this engine holds.
+
+    Raises:
+        OSError, OptionError: as `Publisher` and `load_keys`.
+    """
+    folder = options.telemetry_keys
+    keys = load_keys(folder, "engine") if folder else None
+    publisher = Publisher(transport.located(options.telemetry), rank, keys=keys)
+    scheduler.observer = Observer(
+        scheduler, rank=rank, role=role_of(rank, options), to=publisher
+    )
+    # A router that starts later hears an idle engine, too.
+    scheduler.observer.tell()
+
+
+def role_of(rank: int, options: RouterOptions) -> Role:
+    """What the engine of this rank does."""
+    if not options.prefill:
+        return "both"
+    return "prefill" if rank < options.prefill else "decode"
 
 
 def _base_class(vllm_config: VllmConfig) -> Any:

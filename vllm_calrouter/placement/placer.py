@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm_calrouter import _core
-from vllm_calrouter._core import Phase
+from vllm_calrouter._core import Costs, Phase
+from vllm_calrouter.calibration import EngineCosts
 from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.placement.costs import (
+    Limits,
+    core_costs,
+    engine_costs,
+    engine_limits,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,11 @@ class Pools:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One decision: the rank, and the scores (lower is better) it was taken from."""
+    """One decision: the rank, and the scores (lower is better) it was taken from.
+
+    `terms` has the seconds each score is the sum of, by rank and name, where the placer
+    explains and the policy prices.
+    """
 
     phase: Phase
     rank: int
@@ -47,6 +59,19 @@ class Choice:
     reason: str
     scores: tuple[tuple[int, float], ...]
     seconds: float
+    terms: Mapping[int, Mapping[str, float]] | None = None
+
+    def price(self) -> Mapping[str, float] | None:
+        """The terms of the chosen engine, in seconds; None where nobody priced."""
+        return None if self.terms is None else self.terms.get(self.rank)
+
+    def candidates(self) -> list[dict[str, Any]]:
+        """The scores and their terms as plain data, as journal and pages show them."""
+        terms = self.terms or {}
+        return [
+            {"rank": rank, "score": score, "terms": terms.get(rank, {})}
+            for rank, score in self.scores
+        ]
 
 
 class Placer:
@@ -57,6 +82,11 @@ class Placer:
         pools: which ranks run which phase.
         index, count: which of how many routers (API servers) this one is. Routers
             start at different engines, so that idle ones do not all pick the first.
+        costs: what work costs on each engine, by rank, for the policies that price; by
+            default what the profile of `options` says.
+        limits: each engine's scheduler limits, by rank; by default vLLM's own defaults,
+            or what `options` says for the engine's role.
+        explain: keep the terms of every decision.
         clock: seconds; only differences count.
     """
 
@@ -67,13 +97,38 @@ class Placer:
         *,
         index: int = 0,
         count: int = 1,
+        costs: Sequence[EngineCosts | Costs] | None = None,
+        limits: Sequence[Limits] | None = None,
+        explain: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pools = pools
         self.table = _core.Table(pools.engines)
+        self._price_engines(options, costs, limits)
+        self._explain = explain
         self._clock = clock
+        #: Called before each choice, to make the table as fresh as can be.
+        self.refresh: Callable[[], None] | None = None
         self._reported: Sequence[Sequence[float]] | None = None
         self._policies = self._make_policies(options, index, count)
+
+    def _price_engines(
+        self,
+        options: RouterOptions,
+        costs: Sequence[EngineCosts | Costs] | None,
+        limits: Sequence[Limits] | None,
+    ) -> None:
+        engines = self.pools.engines
+        costs = costs or engine_costs(options, engines)
+        limits = limits or engine_limits(options, engines)
+        engines_of = zip(costs, limits, strict=True)
+        for rank, (cost, limit) in enumerate(engines_of):
+            self.table.set_costs(rank, core_costs(cost))
+            self.table.set_limits(
+                rank,
+                max_num_seqs=limit.max_num_seqs,
+                max_num_batched_tokens=limit.max_num_batched_tokens,
+            )
 
     def _make_policies(
         self, options: RouterOptions, index: int, count: int
@@ -90,6 +145,7 @@ class Placer:
                 seed=options.seed + 2 * index + phase.value,
                 threshold_tokens=options.length_threshold_tokens,
                 long_share=options.long_share,
+                serves=phase if self.pools.disaggregated else None,
             )
 
         decode = make(Phase.DECODE)
@@ -97,21 +153,45 @@ class Placer:
         prefill = make(Phase.PREFILL) if self.pools.disaggregated else decode
         return {Phase.PREFILL: prefill, Phase.DECODE: decode}
 
-    def choose(self, phase: Phase, prompt_tokens: int, output_tokens: int) -> Choice:
+    def choose(
+        self,
+        phase: Phase,
+        prompt_tokens: int,
+        output_tokens: int,
+        *,
+        cached_tokens: int = 0,
+        slo_ttft_s: float = 0.0,
+        slo_tpot_s: float = 0.0,
+        now_s: float = 0.0,
+    ) -> Choice:
         """Choose an engine; books nothing.
 
         Args:
             phase: the pool to choose from.
             prompt_tokens: length of the prompt.
             output_tokens: predicted length of the output.
+            cached_tokens: of the prompt, on the engines already.
+            slo_ttft_s: seconds from now to the first token; 0: no target, below 0:
+                overdue.
+            slo_tpot_s: seconds between tokens; 0: no target.
+            now_s: on the clock by which `table` hears messages.
         """
         began = self._clock()
+        if self.refresh is not None:
+            self.refresh()
         policy = self._policies[phase]
-        rank = policy.pick(self.table, prompt_tokens, output_tokens)
-        seconds = self._clock() - began
-        return Choice(
-            phase, rank, policy.name, policy.reason(), tuple(policy.scores()), seconds
+        rank, reason, scores = policy.decide(
+            self.table,
+            prompt_tokens,
+            output_tokens,
+            cached_tokens=cached_tokens,
+            slo_ttft_s=slo_ttft_s,
+            slo_tpot_s=slo_tpot_s,
+            now_s=now_s,
         )
+        seconds = self._clock() - began
+        terms = policy.terms() if self._explain else None
+        return Choice(phase, rank, policy.name, reason, scores, seconds, terms or None)
 
     def report(self, counts: Sequence[Sequence[float]]) -> None:
         """Take over what engines said of themselves: waiting, running, KV usage."""

@@ -9,14 +9,22 @@ from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
+from vllm_calrouter import transport
 from vllm_calrouter.engine.scheduler import STATE_UTILITY
+from vllm_calrouter.keys import load_keys
+from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.placement import Limits, engine_limits
+from vllm_calrouter.router.first_token import first_token_rules
 from vllm_calrouter.router.journal import Journal
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
+from vllm_calrouter.router.subscriber import Subscriber
 from vllm_calrouter.router.warm_up import warm_up
 from vllm_calrouter.seam import router_options
 
 logger = init_logger("vllm.calrouter")
+
+_MEND_EVERY_S = 60.0
 
 
 class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
@@ -36,8 +44,13 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             len(self.core_engines),
             index=self.client_index,
             count=self.client_count,
+            first_token=first_token_rules(vllm_config, options),
+            limits=_limits(vllm_config, options, len(self.core_engines)),
             journal=Journal(options.journal) if options.journal else None,
         )
+        self.subscriber: Subscriber | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._mending: asyncio.Task[None] | None = None
         self._started = False
 
     async def get_supported_tasks_async(self) -> Any:
@@ -52,8 +65,34 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         router.metrics = RouterMetrics()
         pools = router.pools
         logger.info("router: policy %s, %s", router.options.policy, pools)
+        if router.options.telemetry != transport.OFF:
+            self._listen()
+        self._mending = asyncio.create_task(_drop_expired(router))
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)
+
+    def _listen(self) -> None:
+        router = self._router
+        options = router.options
+        folder = options.telemetry_keys
+        self.subscriber = Subscriber(
+            transport.located(options.telemetry),
+            router.pools.engines,
+            router=router.uid,
+            table=router.placer.table,
+            keys=load_keys(folder, "router") if folder else None,
+            metrics=router.metrics,
+        )
+        router.placer.refresh = self.subscriber.refresh
+        self._listening = asyncio.create_task(self.subscriber.run())
+
+    def _stop_listening(self) -> None:
+        if self._listening is not None:
+            self._listening.cancel()
+            self._listening = None
+        if self.subscriber is not None:
+            self._router.placer.refresh = None
+            self.subscriber.close()
 
     @property
     def _router(self) -> Router:
@@ -113,9 +152,25 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
     def shutdown(self, timeout: float | None = None) -> None:
         super().shutdown(timeout)
         if self.router is not None:
+            self._stop_listening()
+            if self._mending is not None:
+                self._mending.cancel()
             self.router.close()
 
     async def engine_states(self) -> list[dict[str, Any]]:
         """What every engine holds right now (`engine/scheduler.py`)."""
         states: list[dict[str, Any]] = await self.call_utility_all_async(STATE_UTILITY)
         return states
+
+
+def _limits(config: Any, options: RouterOptions, engines: int) -> list[Limits]:
+    scheduler = config.scheduler_config
+    common = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+    return engine_limits(options, engines, common)
+
+
+async def _drop_expired(router: Router) -> None:
+    while True:
+        await asyncio.sleep(_MEND_EVERY_S)
+        if dropped := router.drop_expired():
+            logger.warning("%d bookings were never released, and are dropped", dropped)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+import msgspec
+from fastapi import FastAPI, Query
+from fastapi.responses import JSONResponse, Response
 from starlette.requests import Request
 from vllm import envs
 from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
 
 from vllm_calrouter._core import Phase
+from vllm_calrouter.router.intake import SloHeaders
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -21,13 +23,20 @@ if TYPE_CHECKING:
 
 
 class RouterEndpoints:
-    """`GET /router/state`: this API server's books and what the engines hold."""
+    """The router's pages, and its ear for headers.
+
+    - `GET /router/state`: this API server's books, what it heard of the engines and how
+      long ago, and what they hold now.
+    - `GET /router/decisions`: the last requests it routed, as the journal has them.
+    """
 
     name = "calrouter"
     required_tasks = None
 
     def attach_router(self, app: FastAPI) -> None:
         app.add_api_route("/router/state", self._state, methods=["GET"])
+        app.add_api_route("/router/decisions", self._decisions, methods=["GET"])
+        app.add_middleware(SloHeaders)
 
     async def init_state(
         self, engine_client: Any, state: State, args: Namespace
@@ -40,15 +49,40 @@ class RouterEndpoints:
         )
 
     async def _state(self, request: Request) -> JSONResponse:
-        state = request.app.state
-        auth = state.calrouter_auth
-        if auth is not None and not auth.verify_token(request.headers):
-            # vLLM guards a fixed list of path prefixes, and this one is not in it.
-            return JSONResponse({"error": "Unauthorized"}, status_code=401)
-        client: RouterClient = state.calrouter_client
+        if _is_locked(request):
+            return _unauthorized()
+        client: RouterClient = request.app.state.calrouter_client
         assert client.router is not None
         engines = await client.engine_states()
-        return JSONResponse({**describe(client.router), "engines": engines})
+        heard = client.subscriber.describe() if client.subscriber else []
+        state = describe(client.router)
+        return JSONResponse({**state, "heard": heard, "engines": engines})
+
+    async def _decisions(
+        self,
+        request: Request,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 20,
+        request_id: str | None = None,
+    ) -> Response:
+        if _is_locked(request):
+            return _unauthorized()
+        router = request.app.state.calrouter_client.router
+        # As the journal is written: scores may be infinite, which JSON has no word for.
+        found = msgspec.json.encode(router.decisions(limit, request_id))
+        return Response(found, media_type="application/json")
+
+
+def _is_locked(request: Request) -> bool:
+    """Whether the server has a key and the request does not.
+
+    vLLM guards a fixed list of path prefixes, and the router's is not in it.
+    """
+    auth = request.app.state.calrouter_auth
+    return auth is not None and not auth.verify_token(request.headers)
+
+
+def _unauthorized() -> JSONResponse:
+    return JSONResponse({"error": "Unauthorized"}, status_code=401)
 
 
 def describe(router: Router) -> dict[str, Any]:
@@ -56,6 +90,7 @@ def describe(router: Router) -> dict[str, Any]:
     table = router.placer.table
     return {
         "router": router.index,
+        "uid": router.uid,
         "policy": router.options.policy,
         "prefill_engines": router.pools.prefill,
         "requests_under_way": router.requests_under_way,

@@ -11,12 +11,14 @@ from typing import Any
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from vllm_calrouter.messages import BOOKING
+
 KV_PARAMS = "kv_transfer_params"
 
-#: No model writes more; a larger hint is a mistake.
-_MOST_HINTED_TOKENS = 10_000_000
+#: Keep the KV cache for a reader.
+_FOR_A_READER = {"do_remote_decode": True, "do_remote_prefill": False}
 
-#: What a prefill leg asks for. Its token is thrown away, so it is the cheapest one:
+#: What a prefill leg asks for when its token is thrown away, so it is the cheapest one:
 #: nothing of the user's sampling (grammar, scores, penalties) may cost anything there.
 _PREFILL_PARAMS = SamplingParams(
     max_tokens=1,
@@ -24,7 +26,6 @@ _PREFILL_PARAMS = SamplingParams(
     ignore_eos=True,
     detokenize=False,
     output_kind=RequestOutputKind.FINAL_ONLY,
-    extra_args={KV_PARAMS: {"do_remote_decode": True, "do_remote_prefill": False}},
 )
 
 
@@ -69,45 +70,79 @@ def prompt_tokens(request: EngineCoreRequest) -> int:
     return 0 if request.prompt_embeds is None else len(request.prompt_embeds)
 
 
-def hinted_output_tokens(request: EngineCoreRequest) -> int | None:
-    """The output length a client gave in `vllm_xargs.output_tokens`, if usable."""
-    params = request.sampling_params
-    hint = (params.extra_args or {}).get("output_tokens") if params else None
-    if isinstance(hint, bool) or not isinstance(hint, int | float):
-        return None
-    return int(hint) if 1 <= hint <= _MOST_HINTED_TOKENS else None
-
-
-def one_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
+def one_leg(
+    request: EngineCoreRequest, rank: int, booking: dict[str, Any]
+) -> EngineCoreRequest:
     """The request as it is, sent to one engine."""
     leg = copy(request)
     leg.data_parallel_rank = rank
+    if request.pooling_params is not None:
+        leg.pooling_params = copy(request.pooling_params)
+        kwargs = request.pooling_params.extra_kwargs or {}
+        leg.pooling_params.extra_kwargs = {**kwargs, BOOKING: booking}
+    else:
+        _add(leg, {BOOKING: booking})
     return leg
 
 
-def prefill_leg(request: EngineCoreRequest, rank: int) -> EngineCoreRequest:
-    """Compute the prompt's KV cache on `rank` and keep it there for a reader."""
+def prefill_leg(
+    request: EngineCoreRequest,
+    rank: int,
+    booking: dict[str, Any],
+    *,
+    first_token: bool = False,
+) -> EngineCoreRequest:
+    """Compute the prompt's KV cache on `rank` and keep it there for a reader.
+
+    `first_token`: the token it samples is the request's first, so it is sampled as the
+    request wants it.
+    """
     leg = copy(request)
     leg.request_id = f"{request.request_id}-prefill"
     leg.data_parallel_rank = rank
-    leg.sampling_params = _PREFILL_PARAMS
+    if not first_token:
+        leg.sampling_params = _PREFILL_PARAMS
+    _add(leg, {BOOKING: booking, KV_PARAMS: _FOR_A_READER})
+    leg.sampling_params.max_tokens = 1
+    # More than max_tokens is refused; one bans the end of the text just the same.
+    leg.sampling_params.min_tokens = min(leg.sampling_params.min_tokens, 1)
     return leg
 
 
 def decode_leg(
-    request: EngineCoreRequest, rank: int, kv_params: dict[str, Any] | None
+    request: EngineCoreRequest,
+    rank: int,
+    booking: dict[str, Any],
+    kv_params: dict[str, Any] | None,
+    first_token: list[int] | None = None,
 ) -> EngineCoreRequest:
     """Everything after the prompt, on `rank`, reading the KV cache named there.
 
     It keeps the request's own id, so its outputs reach the client untouched. Without
-    `kv_params` the engine computes the prompt itself.
+    `kv_params` the engine computes the prompt itself. With `first_token` (its id in a
+    list) the text goes on from there, one token shorter.
     """
-    leg = one_leg(request, rank)
+    leg = one_leg(request, rank, booking)
     if kv_params is not None:
-        leg.sampling_params = copy(request.sampling_params)
-        extra = dict(request.sampling_params.extra_args or {})
-        leg.sampling_params.extra_args = {**extra, KV_PARAMS: kv_params}
+        leg.sampling_params.extra_args[KV_PARAMS] = kv_params
+    if first_token:
+        leg.prompt_token_ids = request.prompt_token_ids + first_token
+        _shorten(leg.sampling_params, len(first_token))
     return leg
+
+
+def _shorten(params: SamplingParams, tokens: int) -> None:
+    """Leave out what of the output is already there."""
+    if params.max_tokens is not None:
+        params.max_tokens -= tokens
+    params.min_tokens = max(0, params.min_tokens - tokens)
+
+
+def _add(leg: EngineCoreRequest, extra: dict[str, Any]) -> None:
+    """Give a leg more `extra_args`; those of the request stay as they are."""
+    params = copy(leg.sampling_params)
+    params.extra_args = {**(params.extra_args or {}), **extra}
+    leg.sampling_params = params
 
 
 def release_leg(
@@ -117,7 +152,8 @@ def release_leg(
 
     Without it the blocks stay pinned on the prefill engine until NIXL's lease ends.
     """
-    leg = one_leg(request, rank)
+    leg = copy(request)
+    leg.data_parallel_rank = rank
     leg.request_id = f"{request.request_id}-release"
     # Nothing of the user's sampling: a grammar that does not compile would end the leg
     # before it reaches the connector.

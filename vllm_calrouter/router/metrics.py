@@ -15,6 +15,14 @@ _PREFIX = "vllm:calrouter_"
 #: Seconds; a choice takes microseconds, a slow one shows in the last buckets.
 _DECISION_BUCKETS_S = (1e-6, 2e-6, 5e-6, 1e-5, 2e-5, 5e-5, 1e-4, 1e-3, 1e-2)
 
+#: Seconds; from one decode step to a long wait for a slot.
+_PAUSE_BUCKETS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+#: Predicted / actual, denser towards 1 and symmetrical around it.
+_RATIO_BUCKETS = (
+    *(1 / 10, 1 / 5, 1 / 3, 1 / 2, 2 / 3, 4 / 5, 9 / 10, 1.0),
+    *(10 / 9, 5 / 4, 3 / 2, 2.0, 3.0, 5.0, 10.0),
+)
+
 
 class RouterMetrics:
     """Counters and gauges of one API server.
@@ -34,6 +42,21 @@ class RouterMetrics:
         )
         self._aborts = counter(
             "aborts", "Aborts (client gone, or stop string found).", "stage"
+        )
+        self._first_tokens = counter(
+            "first_tokens", "First tokens sent straight from a prefill engine."
+        )
+        self._bypasses = counter(
+            "first_token_bypasses",
+            "Split requests whose first token comes from the decode engine.",
+            "cause",
+        )
+        self._pause_s = Histogram(
+            _PREFIX + "first_token_pause_seconds",
+            "Seconds from a first token sent early to the second: what it took out "
+            "of TTFT, and what the reader then waits.",
+            registry=registry,
+            buckets=_PAUSE_BUCKETS_S,
         )
         self._releases = counter(
             "kv_releases", "KV caches freed because nobody will read them."
@@ -55,6 +78,36 @@ class RouterMetrics:
             registry=registry,
             multiprocess_mode="livesum",
         )
+        self._messages = counter(
+            "messages",
+            "Messages of engines, by what came of them (all but heard are ignored).",
+            "engine",
+            "outcome",
+        )
+        self._silence_s = Gauge(
+            _PREFIX + "engine_silence_seconds",
+            "Seconds since an engine was heard; +Inf: never.",
+            ("engine",),
+            registry=registry,
+            multiprocess_mode="livemax",
+        )
+
+        def ratio(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(
+                _PREFIX + name,
+                text,
+                labels,
+                registry=registry,
+                buckets=_RATIO_BUCKETS,
+            )
+
+        self._output_ratio = ratio(
+            "output_tokens_ratio",
+            "Predicted / actual output tokens of requests that ended by themselves.",
+            "source",
+        )
+        self._ttft_ratio = ratio("ttft_ratio", "Predicted / actual TTFT.")
+        self._e2e_ratio = ratio("e2e_ratio", "Predicted / actual end-to-end time.")
         self._decision_s = Histogram(
             _PREFIX + "decision_seconds",
             "Seconds to choose one engine.",
@@ -71,11 +124,38 @@ class RouterMetrics:
     def load(self, phase: Phase, rank: int, legs_now: int) -> None:
         self._legs.labels(phase.name.lower(), str(rank)).set(legs_now)
 
+    def message(self, rank: int, outcome: str) -> None:
+        self._messages.labels(str(rank), outcome).inc()
+
+    def silence(self, rank: int, seconds: float) -> None:
+        self._silence_s.labels(str(rank)).set(seconds)
+
+    def output_predicted(self, source: str, predicted: int, actual: int) -> None:
+        """How far off a predicted output length was; `actual` is at least 1."""
+        self._output_ratio.labels(source).observe(predicted / actual)
+
+    def ttft_predicted(self, predicted_s: float, actual_s: float) -> None:
+        """How far off a predicted TTFT was; `actual_s` is above 0."""
+        self._ttft_ratio.observe(predicted_s / actual_s)
+
+    def e2e_predicted(self, predicted_s: float, actual_s: float) -> None:
+        """How far off a predicted end-to-end time was; `actual_s` is above 0."""
+        self._e2e_ratio.observe(predicted_s / actual_s)
+
     def one_leg(self, cause: str) -> None:
         self._one_leg.labels(cause).inc()
 
     def aborted(self, stage: str) -> None:
         self._aborts.labels(stage).inc()
+
+    def first_token_sent(self) -> None:
+        self._first_tokens.inc()
+
+    def first_token_bypassed(self, cause: str) -> None:
+        self._bypasses.labels(cause).inc()
+
+    def paused(self, seconds: float) -> None:
+        self._pause_s.observe(seconds)
 
     def kv_released(self) -> None:
         self._releases.inc()

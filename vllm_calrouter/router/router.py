@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.v1.engine import (
+    EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -21,20 +25,45 @@ from vllm.v1.engine import (
 
 from vllm_calrouter._core import Phase
 from vllm_calrouter.options import RouterOptions
-from vllm_calrouter.placement import Choice, Placer, Pools
+from vllm_calrouter.placement import Choice, Limits, Placer, Pools
+from vllm_calrouter.predictors import Features, make_predictor
+from vllm_calrouter.records import belongs_to
 from vllm_calrouter.router import legs
+from vllm_calrouter.router import wishes as wish
+from vllm_calrouter.router.first_token import FirstToken
 from vllm_calrouter.router.journey import Journey, Stage
 from vllm_calrouter.router.metrics import RouterMetrics
+from vllm_calrouter.router.wishes import Rules, Wishes
 
 if TYPE_CHECKING:
     from asyncio import Future
 
+    from vllm_calrouter.calibration import EngineCosts
     from vllm_calrouter.router.journal import Journal
 
 logger = init_logger("vllm.calrouter")
 
 #: Ways a prefill leg ends that leave a KV cache to read.
 _PREFILLED = (FinishReason.LENGTH, FinishReason.STOP)
+
+#: Ways a request ends that are not its output's own end.
+_NOT_BY_ITSELF = ("abort", "error")
+
+_NO_WISHES = Wishes()
+
+#: Engines up to which every decision keeps its terms: about a microsecond each.
+_ALWAYS_EXPLAINED = 64
+
+#: Records of ended requests kept for `GET /router/decisions`.
+_MOST_REMEMBERED = 500
+
+
+class _Ended(NamedTuple):
+    """What `Router.decisions` tells of a request; `finish` None: still under way."""
+
+    journey: Journey
+    at_s: float
+    finish: str | None
 
 
 class Router:
@@ -44,6 +73,8 @@ class Router:
         options: the router's options.
         engines: number of engines; ranks are 0 to engines - 1.
         index, count: which of how many API servers this is.
+        first_token: when a prefill engine's token is sent to the client at once.
+        costs, limits: of each engine, by rank (`Placer`).
         metrics, journal: where decisions are told; the journal may be None.
         clock: seconds; only differences count.
     """
@@ -55,15 +86,33 @@ class Router:
         *,
         index: int = 0,
         count: int = 1,
+        first_token: FirstToken | None = None,
+        costs: Sequence[EngineCosts] | None = None,
+        limits: Sequence[Limits] | None = None,
         metrics: RouterMetrics | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.options = options
         self.pools = Pools(engines, options.prefill)
-        self.placer = Placer(options, self.pools, index=index, count=count)
+        self.placer = Placer(
+            options,
+            self.pools,
+            index=index,
+            count=count,
+            costs=costs,
+            limits=limits,
+            explain=journal is not None or engines <= _ALWAYS_EXPLAINED,
+        )
         self.index = index
+        #: No other router's, nor this one's after a restart.
+        self.uid = uuid.uuid4().hex
         self.metrics = metrics
+        self._first_token = first_token or FirstToken(enabled=options.first_token)
+        self.predictor = make_predictor(options, index)
+        self._rules = Rules(options)
+        self._numbers = itertools.count()
+        self._ended: deque[_Ended] = deque(maxlen=_MOST_REMEMBERED)
         self._journal = journal
         self._clock = clock
         self._by_request: dict[str, Journey] = {}
@@ -77,6 +126,13 @@ class Router:
         """Write out the journal; may be called any number of times."""
         if self._journal is not None:
             self._journal.close()
+
+    def drop_expired(self) -> int:
+        """Drop bookings that nobody released within their lease; how many.
+
+        None should ever be there: it keeps a fault from counting for ever.
+        """
+        return self.placer.table.expire(self._clock())
 
     @property
     def requests_under_way(self) -> int:
@@ -106,15 +162,24 @@ class Router:
         cause = legs.why_one_leg(request)
         if cause is not None:
             return self._begin_whole(request, cause, vllm_rank)
-        predicted = self._predict(request)
-        tokens = legs.prompt_tokens(request)
+        wishes, features = self._features(request)
+        predicted = self.predictor.predict(features)
+        tokens = features.prompt_tokens
         choice = self._choose(
             Phase.PREFILL,
             tokens,
             predicted,
+            slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=("warm_up", pair[0]) if pair else None,
         )
-        leg = legs.prefill_leg(request, choice.rank)
+        bypass = self._first_token.why_not(request)
+        booking = self._book(choice, tokens, 1)
+        leg = legs.prefill_leg(
+            request,
+            choice.rank,
+            self._name(booking, 1),
+            first_token=bypass is None,
+        )
         journey = Journey(
             request=request,
             stage=Stage.PREFILL,
@@ -122,11 +187,17 @@ class Router:
             began_s=self._clock(),
             prompt_tokens=tokens,
             predicted_tokens=predicted,
+            wishes=wishes,
+            features=features,
+            predicted_by=self.predictor.source(features),
             choices=[choice],
-            booking=self._book(choice, tokens, 1),
+            booking=booking,
             given_decode=("warm_up", pair[1]) if pair else None,
+            bypass=bypass,
             done=done,
         )
+        if bypass is None:
+            journey.predict(journey.began_s)
         self._by_request[request.request_id] = journey
         self._prefilling[leg.request_id] = journey
         return leg
@@ -142,34 +213,75 @@ class Router:
     def _begin_whole(
         self, request: EngineCoreRequest, cause: str | None, vllm_rank: int | None
     ) -> EngineCoreRequest:
-        tokens = legs.prompt_tokens(request)
-        predicted = 0 if request.pooling_params else self._predict(request)
+        wishes, features = self._features(request)
+        tokens = features.prompt_tokens
+        predicted = 0 if request.pooling_params else self.predictor.predict(features)
         phase = Phase.PREFILL if legs.ends_with_prefill(cause) else Phase.DECODE
         given = None
         if request.data_parallel_rank is not None:
             given = ("forced", request.data_parallel_rank)
         elif vllm_rank is not None:
             given = ("vllm", vllm_rank)
-        choice = self._choose(phase, tokens, predicted, given=given)
-        self._by_request[request.request_id] = Journey(
+        choice = self._choose(
+            phase,
+            tokens,
+            predicted,
+            slo_s=(wishes.ttft_s, wishes.tpot_s),
+            given=given,
+        )
+        booking = self._book(choice, tokens, predicted)
+        journey = Journey(
             request=request,
             stage=Stage.WHOLE,
             leg_id=request.request_id,
             began_s=self._clock(),
             prompt_tokens=tokens,
             predicted_tokens=predicted,
+            wishes=wishes,
+            features=features,
+            predicted_by=self.predictor.source(features),
             choices=[choice],
-            booking=self._book(choice, tokens, predicted),
+            booking=booking,
             cause=cause,
         )
+        journey.predict(journey.began_s)
+        self._by_request[request.request_id] = journey
         if self.metrics and cause is not None:
             self.metrics.one_leg(cause)
-        return legs.one_leg(request, choice.rank)
+        return legs.one_leg(request, choice.rank, self._name(booking, predicted))
 
-    def _predict(self, request: EngineCoreRequest) -> int:
-        predicted = legs.hinted_output_tokens(request) or self.options.output_tokens
-        most = request.sampling_params.max_tokens
-        return predicted if most is None else min(predicted, most)
+    def _features(self, request: EngineCoreRequest) -> tuple[Wishes, Features]:
+        """What a request wishes for, and what is known of its output beforehand."""
+        params = request.sampling_params
+        prompt = legs.prompt_tokens(request)
+        if params is None:
+            return _NO_WISHES, Features(prior_tokens=1, prompt_tokens=prompt)
+        adapter = request.lora_request.lora_name if request.lora_request else None
+        about = wish.about(params.extra_args)
+        model = about.model or adapter
+        try:
+            wishes = self._rules.read(params.extra_args, model)
+        except VLLMValidationError as error:
+            # Only what came past `intake.py`: too late to refuse it.
+            logger.warning_once("wishes ignored: %s", error)
+            wishes = self._rules.defaults(model)
+        return wishes, Features(
+            number=next(self._numbers),
+            prior_tokens=self._rules.prior_tokens(model),
+            prompt_tokens=prompt,
+            min_tokens=params.min_tokens,
+            max_tokens=params.max_tokens,
+            hint_tokens=wishes.output_tokens,
+            true_tokens=wish.truth(wishes, params),
+            model=about.model,
+            adapter=adapter,
+            route=about.route,
+            user=about.user,
+            tools=about.tools,
+            reasoning=about.reasoning,
+            structured=params.structured_outputs is not None,
+            stops=bool(params.stop),
+        )
 
     def _choose(
         self,
@@ -177,11 +289,22 @@ class Router:
         prompt: int,
         output: int,
         *,
+        slo_s: tuple[float | None, float | None],
         given: tuple[str, int] | None = None,
     ) -> Choice:
-        """Ask the policy, or take the rank that `given` (by whom, rank) names."""
+        """Ask the policy, or take the rank that `given` (by whom, rank) names.
+
+        `slo_s`: targets in seconds, from now to the first token and between tokens.
+        """
         if given is None:
-            choice = self.placer.choose(phase, prompt, output)
+            choice = self.placer.choose(
+                phase,
+                prompt,
+                output,
+                slo_ttft_s=slo_s[0] or 0.0,
+                slo_tpot_s=slo_s[1] or 0.0,
+                now_s=self._clock(),
+            )
         else:
             choice = Choice(phase, given[1], given[0], "given", (), 0.0)
         logger.debug("chose %s", choice)
@@ -191,9 +314,15 @@ class Router:
 
     def _book(self, choice: Choice, prompt: int, output: int) -> int:
         table = self.placer.table
-        booking = table.book(choice.rank, choice.phase, prompt, output)
+        booking = table.book(
+            choice.rank, choice.phase, prompt, output, now_s=self._clock()
+        )
         self._tell_load(choice)
         return booking
+
+    def _name(self, booking: int, output: int) -> dict[str, Any]:
+        """What a leg tells its engine of its booking (`messages.BOOKING`)."""
+        return {"router": self.uid, "booking": booking, "output_tokens": output}
 
     def _release(self, journey: Journey) -> None:
         if journey.booking is None:
@@ -238,6 +367,8 @@ class Router:
             journey.unread_kv = None
         if journey.first_token_s is None:
             journey.first_token_s = self._clock()
+        elif journey.sent_early:
+            self._continue_early(journey, output)
         if output.prefill_stats is not None and journey.prefill_stats is not None:
             # What the prompt cost was decided where it ran: usage must not call a
             # transferred prompt a cached one.
@@ -269,10 +400,56 @@ class Router:
             return None
         if output.finish_reason not in _PREFILLED:
             return self._fail(journey, output)
-        to_send.append(self._begin_decode(journey))
-        return None
+        if journey.bypass is None:
+            journey.bypass = _why_not_exact(journey)
+        if journey.bypass is not None:
+            self._tell_bypass(journey.bypass)
+            to_send.append(self._begin_decode(journey))
+            return None
+        return self._send_early(journey, output, to_send)
 
-    def _begin_decode(self, journey: Journey) -> EngineCoreRequest:
+    def _tell_bypass(self, cause: str) -> None:
+        if self.metrics and cause != "off":
+            self.metrics.first_token_bypassed(cause)
+
+    def _send_early(
+        self,
+        journey: Journey,
+        output: EngineCoreOutput,
+        to_send: list[EngineCoreRequest],
+    ) -> EngineCoreOutput | None:
+        """Make the prefill leg's answer the request's first token."""
+        journey.first_token_s = journey.prefill_s
+        journey.output_tokens = len(output.new_token_ids)
+        output.request_id = journey.request.request_id
+        output.kv_transfer_params = None
+        if self.metrics and journey.done is None:
+            self.metrics.first_token_sent()
+        if self._first_token.is_last(journey.request, output):
+            self._free_unread(journey, to_send)
+            self._end(journey, str(output.finish_reason))
+        else:
+            output.finish_reason = None
+            to_send.append(self._begin_decode(journey, output.new_token_ids))
+        return output if journey.done is None else None
+
+    def _continue_early(self, journey: Journey, output: EngineCoreOutput) -> None:
+        """The decode leg goes on from a first token that the client has already."""
+        if journey.pause_s is None and journey.first_token_s is not None:
+            journey.pause_s = self._clock() - journey.first_token_s
+            if self.metrics and journey.done is None:
+                self.metrics.paused(journey.pause_s)
+        if output.events is not None:
+            # vLLM would take the second queue for the first: a negative queue time.
+            output.events = [
+                event
+                for event in output.events
+                if event.type == EngineCoreEventType.PREEMPTED
+            ] or None
+
+    def _begin_decode(
+        self, journey: Journey, first_token: list[int] | None = None
+    ) -> EngineCoreRequest:
         if not journey.unread_kv:
             logger.warning(
                 "prefill engine %d kept no KV cache of %s: its decode engine computes "
@@ -284,13 +461,22 @@ class Router:
                 self.metrics.handover_without_kv()
         tokens, predicted = journey.prompt_tokens, journey.predicted_tokens
         choice = self._choose(
-            Phase.DECODE, tokens, predicted, given=journey.given_decode
+            Phase.DECODE,
+            tokens,
+            predicted,
+            slo_s=journey.targets_left_s(self._clock(), early=first_token is not None),
+            given=journey.given_decode,
         )
         journey.choices.append(choice)
+        journey.predict(self._clock())
         journey.stage = Stage.DECODE
         journey.leg_id = journey.request.request_id
         journey.booking = self._book(choice, tokens, predicted)
-        return legs.decode_leg(journey.request, choice.rank, journey.unread_kv)
+        journey.sent_early = first_token is not None
+        named = self._name(journey.booking, predicted)
+        return legs.decode_leg(
+            journey.request, choice.rank, named, journey.unread_kv, first_token
+        )
 
     def _free_unread(self, journey: Journey, to_send: list[EngineCoreRequest]) -> None:
         """Free a KV cache that no decode leg has read."""
@@ -360,5 +546,61 @@ class Router:
             if not journey.done.done():
                 journey.done.set_result(finish)
             return
+        now_s = self._clock()
         if self._journal is not None:
-            self._journal.write(journey.record(self._clock(), finish, self.index))
+            self._journal.write(journey.record(now_s, finish, self.index))
+        if self._ended:
+            # Of the last one, whoever ended it may still have to tell its client.
+            self._ended[-1].journey.forget_request()
+        self._ended.append(_Ended(journey, now_s, finish))
+        if journey.request.sampling_params is not None:
+            self._learn(journey, now_s - journey.began_s, finish)
+
+    def _learn(self, journey: Journey, e2e_s: float, finish: str) -> None:
+        """Compare what was predicted with what came of it."""
+        produced = journey.output_tokens
+        self.predictor.finished(journey.features, produced, finish)
+        if self.metrics is None or finish in _NOT_BY_ITSELF or not produced:
+            return
+        self.metrics.output_predicted(
+            journey.predicted_by, journey.predicted_tokens, produced
+        )
+        if journey.predicted_ttft_s is not None and journey.ttft_s:
+            self.metrics.ttft_predicted(journey.predicted_ttft_s, journey.ttft_s)
+        if journey.predicted_e2e_s is not None and e2e_s > 0:
+            self.metrics.e2e_predicted(journey.predicted_e2e_s, e2e_s)
+
+    def decisions(
+        self, limit: int, request_id: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Journal records from memory, oldest first.
+
+        Args:
+            limit: at most so many, the latest.
+            request_id: only of this request (`records.belongs_to`), also if it is under
+                way; its `finish` is then None.
+        """
+        told: Iterable[_Ended] = self._ended
+        if request_id is not None:
+            under_way = (
+                _Ended(journey, self._clock(), None)
+                for journey in self._by_request.values()
+                if journey.done is None
+            )
+            told = (
+                one
+                for one in itertools.chain(self._ended, under_way)
+                if belongs_to(one.journey.known_id, request_id)
+            )
+        latest = deque(told, maxlen=limit)
+        return [one.journey.record(one.at_s, one.finish, self.index) for one in latest]
+
+
+def _why_not_exact(journey: Journey) -> str | None:
+    """Why a prefill leg's token is not the text's next one, or None.
+
+    Some models (state spaces, look-ahead) leave the end of the prompt to the decode
+    engine; without a cache to read nothing tells what was computed.
+    """
+    computed = (journey.unread_kv or {}).get("remote_num_tokens")
+    return None if computed == journey.prompt_tokens else "partial_prefill"

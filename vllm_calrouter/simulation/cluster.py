@@ -19,7 +19,10 @@ import msgspec
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
+from vllm_calrouter import placement
+from vllm_calrouter.options import PRICING_POLICIES
 from vllm_calrouter.router.router import Router
+from vllm_calrouter.router.subscriber import hear
 from vllm_calrouter.simulation.engine import Engine
 from vllm_calrouter.simulation.results import Served
 from vllm_calrouter.simulation.schedulers import Schedulers
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
     from vllm_calrouter.calibration import EngineCosts, SloClass
+    from vllm_calrouter.messages import EngineMessage
     from vllm_calrouter.options import RouterOptions
     from vllm_calrouter.simulation.connector import Read
     from vllm_calrouter.workloads import Arrival
@@ -61,8 +65,10 @@ class Cluster:
         slo: the classes that requests may name.
         limits: vLLM's limits.
         routers: API servers; requests go to them in turn.
-        report_s: seconds between two reports of what engines hold; vLLM's
-            coordinator publishes every 0.1.
+        report_s: seconds between two reports of vLLM's coordinator, which publishes
+            requests and KV use every 0.1.
+        message_s, message_age_s: seconds between two messages of an engine's own, for
+            policies that price, and how late they are heard.
     """
 
     def __init__(
@@ -74,12 +80,17 @@ class Cluster:
         limits: Limits | None = None,
         routers: int = 1,
         report_s: float = 0.1,
+        message_s: float = 0.02,
+        message_age_s: float = 0.001,
         every_step: bool = False,
     ) -> None:
         self.limits = limits or Limits()
         self.now_s = 0.0
         self._slo = slo
         self._report_s = report_s
+        self._message_s = message_s
+        self._message_age_s = message_age_s
+        self._prices = options.policy in PRICING_POLICIES
         schedulers = Schedulers(options, **msgspec.structs.asdict(self.limits))
         self.engines = [
             Engine(
@@ -97,6 +108,14 @@ class Cluster:
                 len(self.engines),
                 index=index,
                 count=routers,
+                costs=costs,
+                limits=placement.engine_limits(
+                    options,
+                    len(self.engines),
+                    placement.Limits(
+                        self.limits.max_num_seqs, self.limits.max_num_batched_tokens
+                    ),
+                ),
                 clock=lambda: self.now_s,
             )
             for index in range(routers)
@@ -130,6 +149,8 @@ class Cluster:
         for one in served:
             self._at(one.arrival.arrival_s, partial(self._arrive, one))
         self._at(0.0, self._report)
+        if self._prices:
+            self._at(0.0, lambda: self._tell_all(1))
         with _no_garbage_collection():
             self._loop(len(served), progress)
         for one in served:
@@ -251,6 +272,19 @@ class Cluster:
             if output.finish_reason is not None and one.finish is None:
                 one.finish = str(output.finish_reason)
                 self._unfinished -= 1
+
+    def _tell_all(self, sequence: int) -> None:
+        """Every engine's message goes out to every router."""
+        messages = [engine.message(sequence) for engine in self.engines]
+        self._at(self.now_s + self._message_age_s, lambda: self._hear(messages))
+        if self._unfinished:
+            after_s = self.now_s + self._message_s
+            self._at(after_s, lambda: self._tell_all(sequence + 1))
+
+    def _hear(self, messages: list[EngineMessage]) -> None:
+        for router in self.routers:
+            for message in messages:
+                hear(router.placer.table, message, router.uid, self.now_s)
 
     def _report(self) -> None:
         self._counts = [engine.counts for engine in self.engines]

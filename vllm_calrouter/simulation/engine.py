@@ -8,6 +8,7 @@ from __future__ import annotations
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreRequest
 
+    from vllm_calrouter.messages import EngineMessage
     from vllm_calrouter.simulation.connector import Read
 
 #: What the model says, whatever it is asked.
@@ -131,6 +133,20 @@ class Engine:
         if self._quiet is not None:
             free -= self._quiet.grown_blocks(self.scheduler.block_size)
         return free
+
+    def message(self, sequence: int) -> EngineMessage:
+        """What the engine tells routers now; only where it has an observer."""
+        message: EngineMessage = self.scheduler.observer.message()
+        quiet = self._quiet
+        done = 0 if quiet is None else quiet.done * len(quiet.batch)
+        grown = 0 if quiet is None else quiet.grown_blocks(self.scheduler.block_size)
+        return msgspec.structs.replace(
+            message,
+            sequence=sequence,
+            context_tokens=message.context_tokens + done,
+            output_tokens=max(0, message.output_tokens - done),
+            kv_free_blocks=message.kv_free_blocks - grown,
+        )
 
     def add(self, leg: EngineCoreRequest) -> None:
         """Queue a leg, as if it had come over the wire."""

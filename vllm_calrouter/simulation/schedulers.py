@@ -8,11 +8,13 @@ from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -20,14 +22,23 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_calrouter.engine.scheduler import build_scheduler
-from vllm_calrouter.options import CONFIG_KEY, RouterOptions, to_config
+from vllm_calrouter.engine.observer import Observer, observed
+from vllm_calrouter.engine.scheduler import build_scheduler, role_of
+from vllm_calrouter.options import (
+    CONFIG_KEY,
+    PRICING_POLICIES,
+    RouterOptions,
+    to_config,
+)
 from vllm_calrouter.simulation import connector
+from vllm_calrouter.transport import OFF
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
+
+    from vllm_calrouter.messages import EngineMessage
 
 #: A model vLLM can read the configuration of. Nothing of it is ever computed, and its
 #: KV cache is as large as the profile says: only its length matters.
@@ -42,6 +53,26 @@ _MODEL = {
     "vocab_size": 512,
     "torch_dtype": "float32",
 }
+
+
+ObservedScheduler = observed(Scheduler)
+
+
+class _Nobody:
+    """Whom no message goes to: the cluster asks, and moves it in virtual time."""
+
+    def tell(self, message: EngineMessage, step_began_s: float | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_NOBODY = _Nobody()
+
+
+class _Asked(Observer):
+    """An observer that only speaks when asked."""
+
+    def _tell(self, running: Any) -> None: ...
 
 
 class Schedulers:
@@ -92,13 +123,18 @@ class Schedulers:
     def make(self, rank: int, kv_tokens: int) -> Any:
         """The scheduler of one engine that holds `kv_tokens` tokens of KV cache."""
         blocks = kv_tokens // self._block_tokens + 1  # one is the null block
-        return build_scheduler(
+        scheduler = build_scheduler(
             self._config_of(rank, blocks),
             kv_cache_config=self._kv_cache(blocks),
             structured_output_manager=self._structured_output,
             block_size=self._block_tokens,
             include_finished_set=True,
         )
+        if self._options.policy in PRICING_POLICIES:
+            scheduler.observer = _Asked(
+                scheduler, rank=rank, role=role_of(rank, self._options), to=_NOBODY
+            )
+        return scheduler
 
     def _config_of(self, rank: int, blocks: int) -> VllmConfig:
         config = copy(self._config)
@@ -106,7 +142,11 @@ class Schedulers:
         config.cache_config.num_gpu_blocks = blocks
         config.parallel_config = copy(config.parallel_config)
         config.parallel_config.data_parallel_index = rank
-        config.additional_config = {CONFIG_KEY: to_config(self._options)}
+        quiet = msgspec.structs.replace(self._options, telemetry=OFF)
+        config.additional_config = {
+            CONFIG_KEY: to_config(quiet),
+            CONFIG_KEY + "_scheduler": f"{__name__}.ObservedScheduler",
+        }
         if self._options.prefill:
             config.kv_transfer_config = KVTransferConfig(
                 kv_connector=connector.VirtualConnector.__name__,

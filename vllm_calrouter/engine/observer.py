@@ -1,0 +1,528 @@
+"""What an engine holds and what its steps cost, read off vLLM's scheduler.
+
+`observed` extends the scheduler class in use; the `Observer` behind it keeps the
+figures. What runs is summed up anew at each step, so that no sum ever drifts. What
+waits may be a thousand times as much, and is kept up to date by what enters and leaves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import repeat
+from operator import attrgetter, sub
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
+
+from vllm_calrouter.messages import (
+    BOOKING,
+    MOST_ROUTERS,
+    MOST_TIMINGS,
+    EngineMessage,
+    Role,
+    StepTiming,
+    Transfer,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.calrouter")
+
+_ID = attrgetter("request_id")
+_COMPUTED = attrgetter("num_computed_tokens")
+_IN_FLIGHT = attrgetter("num_in_flight_tokens")
+_POSITIVE = (0).__lt__
+
+_LONGEST_UID = 64
+_MOST_NUMBER = (1 << 63) - 1
+
+
+class Tell(Protocol):
+    """Where an observer's messages go (a `Publisher`)."""
+
+    def tell(self, message: EngineMessage, step_began_s: float | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Fresh(NamedTuple):
+    """A waiting request that holds no KV and never ran."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+
+class _Running(NamedTuple):
+    """Sums over the running batch. `computed_tokens` include those in flight."""
+
+    prefill_tokens: int
+    output_tokens: int
+    context_tokens: int
+    computed_tokens: int
+
+
+class Observer:
+    """Keeps an engine's figures; every method runs in the engine's main thread.
+
+    Args:
+        scheduler: vLLM's, whose methods call back here.
+        rank, role: of this engine.
+        to: gets every message.
+        clock: seconds; only differences count.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        rank: int,
+        role: Role,
+        to: Tell,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._rank = rank
+        self._role: Role = role
+        self._to = to
+        self._clock = clock
+        self._incarnation = time.time_ns()
+        self._pool = scheduler.kv_cache_manager.block_pool
+
+        self._fresh: dict[str, _Fresh] = {}
+        self._fresh_prompt_tokens = 0
+        self._fresh_output_tokens = 0
+        self._preempted: dict[str, Request] = {}
+        #: Running requests whose prompts are not computed yet.
+        self._prefilling: dict[str, Request] = {}
+        #: Predicted output length of every live request that carries one, and how many
+        #: tokens it will have computed when it has come.
+        self._predicted: dict[str, int] = {}
+        self._targets: dict[str, int] = {}
+        #: Blocks of finished requests that wait for a reader.
+        self._held: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+
+        self._preemptions = 0
+        self._transfers = 0
+        self._transfer_bytes = 0
+        self._transfer_s = 0.0
+        self._recent_transfers: deque[Transfer] = deque(maxlen=MOST_TIMINGS)
+        self._steps = 0
+        self._recent_steps: deque[StepTiming] = deque(maxlen=MOST_TIMINGS)
+        self._under_way: deque[tuple[int, int, int]] = deque()
+        self._began_s = 0.0
+        self._busy = False
+
+    # What the scheduler's methods report, in the order of an engine's loop.
+
+    def added(self, request: Request) -> None:
+        """A request, or the next part of a streaming session, was added."""
+        booking = _booking(request)
+        if booking is not None:
+            self._note_booking(request, booking)
+        if self._scheduler.requests.get(request.request_id) is request:
+            self._enter(request)
+        self._tell_if_paused()
+
+    def finished_from_outside(self) -> None:
+        """Requests were aborted."""
+        self._tell_if_paused()
+
+    def paused_or_resumed(self) -> None:
+        # What stood still was no step's time.
+        self._busy = False
+        self.tell()
+
+    def step_begins(self) -> None:
+        """`schedule` is about to run, which forgets who finished."""
+        if not self._busy and not self._under_way:
+            self._began_s = self._clock()
+        self._forget_finished()
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """`schedule` has put a step together."""
+        self._note_prefilling(output)
+        if output.preempted_req_ids:
+            self._preemptions += len(output.preempted_req_ids)
+            self._note_preempted(output.preempted_req_ids)
+        self._forget_prefilled()
+        running = self._count_running()
+        if output.num_scheduled_tokens:
+            self._under_way.append(self._shape(output, running))
+        if self._scheduler.running:
+            self._tell(running)
+
+    def answering(self, output: SchedulerOutput, answer: ModelRunnerOutput) -> None:
+        """A step's results are there, and about to be taken in."""
+        self._busy = bool(output.num_scheduled_tokens)
+        if self._busy:
+            now = self._clock()
+            timing = StepTiming(*self._under_way.popleft(), now - self._began_s)
+            self._recent_steps.append(timing)
+            self._steps += 1
+            self._began_s = now
+        connector = answer.kv_connector_output
+        if connector is not None and connector.kv_connector_stats is not None:
+            self._note_transfers(connector.kv_connector_stats.data)
+
+    def answered(self) -> None:
+        """A step's results were taken in."""
+        scheduler = self._scheduler
+        if scheduler.running:
+            return
+        if not scheduler.has_unfinished_requests():
+            self._busy = False
+        # There may be no other step soon to tell it.
+        self.tell()
+
+    def tell(self) -> None:
+        """Send what the engine holds now."""
+        self._forget_prefilled()
+        self._tell(self._count_running())
+
+    def close(self) -> None:
+        self._to.close()
+
+    def message(self) -> EngineMessage:
+        """What the engine holds now; without number and age."""
+        self._forget_prefilled()
+        return self._message(self._count_running())
+
+    # Figures.
+
+    def _tell(self, running: _Running) -> None:
+        began_s = self._began_s if self._under_way else None
+        self._to.tell(self._message(running), began_s)
+
+    def _tell_if_paused(self) -> None:
+        # Otherwise a step follows, and tells it.
+        if self._scheduler.pause_state != PauseState.UNPAUSED:
+            self.tell()
+
+    def _message(self, running: _Running) -> EngineMessage:
+        scheduler = self._scheduler
+        self._forget_finished()
+        prefill_tokens = running.prefill_tokens
+        output_tokens = running.output_tokens
+        remote = in_flight = 0
+        arrived = scheduler.finished_recving_kv_req_ids
+        for request in scheduler.kv_holding_waiting:
+            self._leave(request.request_id)
+            self._preempted.pop(request.request_id, None)
+            prefill_tokens += _to_prefill(request)
+            output_tokens += self._to_come(request)
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                remote += 1
+                in_flight += request.request_id not in arrived
+        self._check_waiting()
+        for request in self._preempted.values():
+            prefill_tokens += _to_prefill(request)
+            output_tokens += self._to_come(request)
+        return EngineMessage(
+            rank=self._rank,
+            role=self._role,
+            incarnation=self._incarnation,
+            sequence=0,
+            prefill_tokens=prefill_tokens + self._fresh_prompt_tokens,
+            output_tokens=output_tokens + self._fresh_output_tokens,
+            context_tokens=running.context_tokens,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(scheduler.kv_holding_waiting) - remote,
+            waiting_remote=remote,
+            # One block is the null block, which is never free.
+            kv_total_blocks=self._pool.num_gpu_blocks - 1,
+            kv_free_blocks=self._pool.get_num_free_blocks(),
+            kv_pinned_blocks=sum(self._held.values()),
+            block_tokens=scheduler.block_size,
+            max_seqs=scheduler.max_num_active_reqs,
+            max_batched_tokens=scheduler.max_num_scheduled_tokens,
+            preemptions=self._preemptions,
+            transfers_in_flight=in_flight,
+            transfers=self._transfers,
+            transfer_bytes=self._transfer_bytes,
+            transfer_s=self._transfer_s,
+            recent_transfers=list(self._recent_transfers),
+            steps=self._steps,
+            recent_steps=list(self._recent_steps),
+            step_age_s=0.0,
+            seen=self._seen.copy(),
+        )
+
+    def _count_running(self) -> _Running:
+        """Sums over the running batch, by functions that loop in C."""
+        running = self._scheduler.running
+        computed = list(map(_COMPUTED, running))
+        done = list(map(sub, computed, map(_IN_FLIGHT, running)))
+        context = sum(done)
+        prefill = output = 0
+        if self._targets:
+            targets = map(self._targets.get, map(_ID, running), repeat(0))
+            output = sum(filter(_POSITIVE, map(sub, targets, done)))
+        for request in self._prefilling.values():
+            ready = request.num_computed_tokens - request.num_in_flight_tokens
+            prefill += _prefill_end(request) - max(ready, 0)
+            # What was in flight when it was preempted is none of this run's.
+            context -= min(ready, 0)
+            output -= self._ahead(request, ready)
+        return _Running(prefill, output, context, sum(computed))
+
+    def _ahead(self, request: Request, ready: int) -> int:
+        """How much more than its output still to come a request's target says.
+
+        A target grows from the prompt's end. Before it, all of the output is to come.
+        """
+        target = self._targets.get(request.request_id)
+        if target is None:
+            return 0
+        return max(0, target - ready) - self._to_come(request)
+
+    def _shape(
+        self, output: SchedulerOutput, running: _Running
+    ) -> tuple[int, int, int]:
+        """The step just scheduled, as `StepTiming` words it."""
+        ran = output.num_scheduled_tokens
+        prefill_tokens, seqs = 0, len(ran)
+        context = running.computed_tokens - output.total_num_scheduled_tokens
+        batch = self._scheduler.running
+        if seqs < len(batch):
+            context -= sum(
+                request.num_computed_tokens
+                for request in batch
+                if request.request_id not in ran
+            )
+        for request_id, request in self._prefilling.items():
+            tokens = ran.get(request_id)
+            if tokens is None:
+                continue
+            before = request.num_computed_tokens - tokens
+            # The last token of a prompt whose KV came from elsewhere costs what a token
+            # of decode does.
+            if before < _prefill_end(request) - 1:
+                prefill_tokens += tokens
+                seqs -= 1
+                context -= before
+        return prefill_tokens, seqs, context
+
+    def _note_prefilling(self, output: SchedulerOutput) -> None:
+        """Note who was admitted, and forget who has its prompt computed."""
+        requests = self._scheduler.requests
+        admitted = [new.req_id for new in output.scheduled_new_reqs]
+        for request_id in (*admitted, *output.scheduled_cached_reqs.resumed_req_ids):
+            self._leave(request_id)
+            self._prefilling[request_id] = requests[request_id]
+
+    def _forget_prefilled(self) -> None:
+        for request_id, request in list(self._prefilling.items()):
+            ready = request.num_computed_tokens - request.num_in_flight_tokens
+            if request.status != RequestStatus.RUNNING or ready >= _prefill_end(
+                request
+            ):
+                del self._prefilling[request_id]
+
+    def _to_come(self, request: Request) -> int:
+        predicted = self._predicted.get(request.request_id)
+        return max(0, predicted - request.num_output_tokens) if predicted else 0
+
+    # Who waits without KV.
+
+    def _enter(self, request: Request) -> None:
+        self._leave(request.request_id)
+        prompt_tokens = 0 if _is_remote(request) else request.num_prompt_tokens
+        entry = _Fresh(prompt_tokens, self._to_come(request))
+        self._fresh[request.request_id] = entry
+        self._fresh_prompt_tokens += entry.prompt_tokens
+        self._fresh_output_tokens += entry.output_tokens
+
+    def _leave(self, request_id: str) -> None:
+        entry = self._fresh.pop(request_id, None)
+        if entry is not None:
+            self._fresh_prompt_tokens -= entry.prompt_tokens
+            self._fresh_output_tokens -= entry.output_tokens
+
+    def _note_preempted(self, request_ids: set[str]) -> None:
+        for request_id in request_ids:
+            request = self._scheduler.requests.get(request_id)
+            if request is not None:
+                self._preempted[request_id] = request
+
+    def _check_waiting(self) -> None:
+        """Make the books agree with the queue.
+
+        A request may also come back to it in rare ways that nobody reports (a KV load
+        that failed, a session's next part): then all of it is read again.
+        """
+        scheduler = self._scheduler
+        if scheduler.reset_preempted_req_ids:
+            self._note_preempted(scheduler.reset_preempted_req_ids)
+        if self._preempted:
+            self._preempted = {
+                request_id: request
+                for request_id, request in self._preempted.items()
+                if _waits_preempted(request)
+            }
+        if len(self._fresh) + len(self._preempted) == len(scheduler.waiting):
+            return
+        for request_id in list(self._fresh):
+            self._leave(request_id)
+        self._preempted.clear()
+        for request in scheduler.waiting:
+            if _waits_preempted(request):
+                self._preempted[request.request_id] = request
+            else:
+                self._enter(request)
+
+    # Who finished.
+
+    def _forget_finished(self) -> None:
+        scheduler = self._scheduler
+        for request_id in scheduler.finished_req_ids:
+            self._leave(request_id)
+            self._preempted.pop(request_id, None)
+            self._predicted.pop(request_id, None)
+            self._targets.pop(request_id, None)
+            if request_id in scheduler.requests and request_id not in self._held:
+                blocks = scheduler.kv_cache_manager.get_blocks(request_id).blocks
+                self._held[request_id] = sum(map(len, blocks))
+        if self._held:
+            released = self._held.keys() - scheduler.requests.keys()
+            for request_id in released:
+                del self._held[request_id]
+
+    # What requests and the connector carry.
+
+    def _note_booking(self, request: Request, booking: dict[str, Any]) -> None:
+        router, number = booking.get("router"), booking.get("booking")
+        if (
+            isinstance(router, str)
+            and 0 < len(router) <= _LONGEST_UID
+            and _is_count(number)
+        ):
+            seen = self._seen
+            if router not in seen and len(seen) >= MOST_ROUTERS:
+                # Of all those that came and went, the one heard of first.
+                del seen[next(iter(seen))]
+            seen[router] = max(seen.get(router, 0), number)
+        predicted = booking.get("output_tokens")
+        if _is_count(predicted) and predicted:
+            predicted = min(predicted, request.max_tokens)
+            self._predicted[request.request_id] = predicted
+            # The last token is written and never computed.
+            target = request.num_prompt_tokens + predicted - 1
+            self._targets[request.request_id] = target
+
+    def _note_transfers(self, data: dict[str, Any]) -> None:
+        # As NIXL's connector tells them; others that tell none are not asked.
+        seconds, sizes = data.get("transfer_duration"), data.get("bytes_transferred")
+        if not isinstance(seconds, list) or not isinstance(sizes, list):
+            return
+        for transfer_s, size_bytes in zip(seconds, sizes, strict=False):
+            self._transfers += 1
+            self._transfer_s += transfer_s
+            self._transfer_bytes += size_bytes
+            self._recent_transfers.append(Transfer(transfer_s, size_bytes))
+
+
+class _Observed:
+    """Goes before a scheduler class; calls it, and tells its observer.
+
+    A fault of the observer's own must not cost a request: it is logged, and the engine
+    falls silent, which its routers notice.
+    """
+
+    observer: Observer | None = None
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)  # type: ignore[misc]
+        self._note("added", request)
+
+    def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
+        finished = super().finish_requests(*args, **kwargs)  # type: ignore[misc]
+        self._note("finished_from_outside")
+        return finished
+
+    def set_pause_state(self, *args: Any, **kwargs: Any) -> None:
+        super().set_pause_state(*args, **kwargs)  # type: ignore[misc]
+        self._note("paused_or_resumed")
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        self._note("step_begins")
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._note("scheduled", output)
+        return output
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        self._note("answering", scheduler_output, model_runner_output)
+        answers = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        self._note("answered")
+        return answers
+
+    def shutdown(self) -> None:
+        super().shutdown()  # type: ignore[misc]
+        if self.observer is not None:
+            self.observer.close()
+
+    def _note(self, what: str, *args: Any) -> None:
+        if self.observer is None:
+            return
+        try:
+            getattr(self.observer, what)(*args)
+        except Exception:
+            logger.exception("this engine no longer tells routers what it holds")
+            observer, self.observer = self.observer, None
+            observer.close()
+
+
+def observed(scheduler_class: type) -> type:
+    """The class, with an `observer` that hears of all that happens once it is set."""
+    name = f"Observed{scheduler_class.__name__}"
+    return type(name, (_Observed, scheduler_class), {})
+
+
+def _booking(request: Request) -> dict[str, Any] | None:
+    """What the leg's router wrote on it."""
+    params = request.sampling_params
+    extra = params.extra_args if params else request.pooling_params.extra_kwargs
+    found = extra.get(BOOKING) if extra else None
+    return found if isinstance(found, dict) else None
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= _MOST_NUMBER
+
+
+def _is_remote(request: Request) -> bool:
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill"))
+
+
+def _waits_preempted(request: Request) -> bool:
+    # With tokens computed it holds KV, which it read from afar, and waits elsewhere.
+    return bool(
+        request.status == RequestStatus.PREEMPTED and not request.num_computed_tokens
+    )
+
+
+def _prefill_end(request: Request) -> int:
+    """How far a request computes before it decodes; again, what it lost, if preempted.
+
+    The last token it wrote was never computed.
+    """
+    end: int = max(request.num_prompt_tokens, request.num_tokens - 1)
+    return end
+
+
+def _to_prefill(request: Request) -> int:
+    """Prompt tokens that a request in no step has still to compute."""
+    left: int = _prefill_end(request) - request.num_computed_tokens
+    return max(0, left)

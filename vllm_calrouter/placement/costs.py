@@ -1,0 +1,59 @@
+"""What work costs on each engine, as the core takes it, and vLLM's scheduler limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm_calrouter._core import Costs
+from vllm_calrouter.calibration import EngineCosts, load
+
+if TYPE_CHECKING:
+    from vllm_calrouter.options import RouterOptions
+
+#: What stands in where nothing was measured. Among equal engines a common scale falls
+#: out of every comparison, so it ranks them rightly until a profile is there.
+STAND_IN = "a40-qwen2.5-3b"
+
+
+def core_costs(costs: EngineCosts | Costs) -> Costs:
+    """The same constants for the core; raises ValueError on what cannot be."""
+    names = EngineCosts.__struct_fields__
+    return Costs(**{name: getattr(costs, name) for name in names})
+
+
+A40_QWEN_3B = core_costs(load(STAND_IN).costs)
+
+
+def engine_costs(options: RouterOptions, engines: int) -> list[EngineCosts]:
+    """One engine's constants each, by rank, of the options' profile.
+
+    Raises ProfileError.
+    """
+    profile = load(options.profile or STAND_IN)
+    return [profile.costs_of(prefill=rank < options.prefill) for rank in range(engines)]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """One engine's scheduler limits, by vLLM's names; its own defaults."""
+
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+
+
+def engine_limits(
+    options: RouterOptions, engines: int, common: Limits | None = None
+) -> list[Limits]:
+    """One engine's limits each, by rank: its role's own, else what all have."""
+    common = common or Limits()
+    limits = []
+    for rank in range(engines):
+        own = options.role_limits(prefill=rank < options.prefill)
+        limits.append(
+            Limits(
+                own.get("max_num_seqs", common.max_num_seqs),
+                own.get("max_num_batched_tokens", common.max_num_batched_tokens),
+            )
+        )
+    return limits
