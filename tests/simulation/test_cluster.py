@@ -9,6 +9,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.simulation.clusters import (
     COSTS,
@@ -73,6 +75,48 @@ def test_steps_without_a_decision_change_nothing(regime: str) -> None:
     assert steps["quick"] < steps["full"]
     assert_nothing_is_left(quick)
     assert_nothing_is_left(full)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    prefill=st.integers(0, 2),
+    decode=st.integers(1, 2),
+    routers=st.sampled_from([1, 3]),
+    policy=st.sampled_from(["vllm", "least_loaded"]),
+    max_num_seqs=st.sampled_from([2, 5, 64]),
+    max_num_batched_tokens=st.sampled_from([64, 300, 2_048]),
+    block_tokens=st.sampled_from([1, 16]),
+    prefix_caching=st.booleans(),
+    kv_tokens=st.sampled_from([3_500, 60_000]),
+    rate=st.sampled_from([3.0, 20.0]),
+    seed=st.integers(0, 1_000),
+)
+def test_steps_without_a_decision_change_nothing_in_any_shape(
+    prefill: int,
+    decode: int,
+    routers: int,
+    policy: str,
+    kv_tokens: int,
+    rate: float,
+    seed: int,
+    **limits: Any,
+) -> None:
+    short = [
+        one
+        for one in some(25, rate=rate, seed=seed)
+        if one.prompt_tokens + one.output_tokens < 3_000
+    ]
+    shape: dict[str, Any] = {
+        "prefill": prefill,
+        "each": [costs(kv_capacity_tokens=kv_tokens)] * (prefill + decode),
+        "routers": routers,
+        "policy": policy,
+        "report_s": 0.01,
+        "limits": limits,
+    }
+    quick, full = cluster(**shape), cluster(every_step=True, **shape)
+    assert digest(quick.run(short)) == digest(full.run(short))
+    assert_nothing_is_left(quick)
 
 
 def count_calls(scheduler: Any, calls: Counter[str], name: str) -> None:

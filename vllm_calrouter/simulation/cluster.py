@@ -12,6 +12,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -147,7 +148,7 @@ class Cluster:
             for number, arrival in enumerate(arrivals)
         ]
         for one in served:
-            self._at(one.arrival.arrival_s, lambda one=one: self._arrive(one))
+            self._at(one.arrival.arrival_s, partial(self._arrive, one))
         self._at(0.0, self._report)
         if self._prices:
             self._at(0.0, lambda: self._tell_all(1))

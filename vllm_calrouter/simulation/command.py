@@ -480,7 +480,11 @@ def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         leave=False,
         disable=not sys.stderr.isatty(),
     ) as bar:
-        yield lambda done: bar.update(done - bar.n) and None
+
+        def progress(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 @contextmanager
@@ -493,4 +497,8 @@ def _lines_to(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     except OSError as error:
         raise _Wrong(f"--requests-file {path}: {error.strerror}") from None
     with file:
-        yield lambda record: file.write(msgspec.json.encode(record) + b"\n") and None
+
+        def write(record: dict[str, Any]) -> None:
+            file.write(msgspec.json.encode(record) + b"\n")
+
+        yield write

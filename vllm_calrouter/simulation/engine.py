@@ -105,6 +105,8 @@ class Engine:
         self._block_hasher = block_hasher
         self._every_step = every_step
         self._counts = (0, 0)
+        #: Blocks free at the last step's end; None where nothing changed them since.
+        self._free: int | None = None
         self._preempted: list[str] = []
         self._under_way: SchedulerOutput | None = None
         self._quiet: _Quiet | None = None
@@ -121,12 +123,16 @@ class Engine:
 
     @property
     def counts(self) -> tuple[int, int, float]:
-        """Requests waiting and running as of the last step's end, and the fraction of
-        KV blocks in use."""
+        """Requests waiting and running and the fraction of KV blocks in use, all as of
+        the last step's end: engines tell between steps, not within."""
+        free = self._free_blocks() if self._free is None else self._free
+        return (*self._counts, 1.0 - free / (self._pool.num_gpu_blocks - 1))
+
+    def _free_blocks(self) -> int:
         free: int = self._pool.get_num_free_blocks()
         if self._quiet is not None:
             free -= self._quiet.grown_blocks(self.scheduler.block_size)
-        return (*self._counts, 1.0 - free / (self._pool.num_gpu_blocks - 1))
+        return free
 
     def message(self, sequence: int, step_age_s: float) -> EngineMessage:
         """What the engine tells routers now; only where it has an observer.
@@ -182,8 +188,10 @@ class Engine:
             self._in_quiet_step = False
             self._under_way = self._schedule()
         elif quiet.done:
+            counts, free = self._counts, self._free_blocks()
             quiet.append(quiet.done - 1)
             self._finish(self.scheduler.schedule())
+            self._counts, self._free = counts, free
         self._quiet = None
         self._empty_inbox()
 
@@ -303,6 +311,7 @@ class Engine:
 
     def _schedule(self) -> SchedulerOutput:
         """vLLM's step, with what quiet steps have told and it has not seen."""
+        self._free = self._free_blocks()
         if self._quiet is not None:
             self._quiet.append(self._quiet.done)
             self._quiet = None
@@ -343,6 +352,7 @@ class Engine:
     def _count(self, unseen: int = 0) -> None:
         running, waiting = self.scheduler.get_request_counts()
         self._counts = (waiting + unseen, running)
+        self._free = None
 
     def _seconds(self, step: SchedulerOutput, quiet: _Quiet | None) -> float:
         """How long a step takes, which also brings in what quiet ones have told."""
@@ -371,7 +381,7 @@ def _own_tokens(leg: EngineCoreRequest) -> int:
     tokens = len(leg.prompt_token_ids or ())
     params = leg.sampling_params
     extra = (params.extra_args or {}) if params is not None else {}
-    moved = (extra.get(KV_PARAMS) or {}).get("remote_num_tokens", 0)
+    moved: int = (extra.get(KV_PARAMS) or {}).get("remote_num_tokens", 0)
     # With all of it there, the last one is computed again.
     return max(1, tokens - moved)
 
