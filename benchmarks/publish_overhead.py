@@ -10,15 +10,18 @@ step k of the other. A step is paced to 13 ms as on a GPU: the engine's thread l
 of the GIL in the middle of it, where the publisher's thread mostly has its turn.
 
   observing   CPU time of the engine's thread in `schedule` and `update_from_output`,
-              with the observer less without: mean over all pairs of steps
-  publishing  CPU time of the publisher's thread. It holds the GIL for at most this
+              with the observer (which sends) less without
+  publishing  CPU time of the publisher's own thread. It holds the GIL for at most this
               long, and the engine's thread waits for it at most this long, if it wants
               to run at that very moment: all of it is counted as lost
   share       both, over the duration of a step
 
+Each figure is the median over rounds of the round's mean: not every step tells, and
+what other processes add to some rounds is left out.
+
 What would mislead:
-- Wall-clock times of a shared machine. They are printed as a check (medians, GIL waits
-  included), and contain what other processes took.
+- A busy machine. Whoever shares its caches and cores makes every microsecond longer,
+  the scheduler's own too, which is printed to tell.
 - Tight loops. Paced steps find cold caches, as an engine's do; a loop without pauses
   would show half the cost.
 - ZeroMQ's own thread, which writes to the sockets. It never holds the GIL, so it is
@@ -58,17 +61,9 @@ _PROMPT_TOKENS = 500
 _OUTPUT_TOKENS = (50, 150)
 _WAITING = 200
 _ROUTERS = 6
-_BLOCK_STEPS = 25
+BLOCK_STEPS = 25
 #: The first steps prefill the whole batch at once, which no running engine does.
 _WARM_UP_STEPS = 60
-
-
-@dataclass
-class Cost:
-    """What one step took of the engine's thread: seconds of CPU, and of the clock."""
-
-    cpu_s: float
-    wall_s: float
 
 
 @dataclass
@@ -78,8 +73,8 @@ class Side:
     scheduler: Any
     publisher: Publisher | None
     batch: int
-    costs: list[Cost] = field(default_factory=list)
-    publishing_s: float = 0.0
+    stepping_s: list[float] = field(default_factory=list)
+    publishing_s: list[float] = field(default_factory=list)
     messages: int = 0
     _draw: random.Random = field(default_factory=lambda: random.Random(0))
     _added: int = 0
@@ -97,30 +92,32 @@ class Side:
             )
             self.scheduler.add_request(request)
 
-    def step(self, step_s: float) -> Cost:
-        """One step of an engine whose model takes the rest of `step_s`."""
+    def step(self, step_s: float) -> float:
+        """One step of an engine whose model takes the rest of `step_s`.
+
+        Returns the CPU seconds that it took of the engine's thread.
+        """
         self.refill()
         began_s = time.perf_counter()
         cpu_s = time.thread_time()
         output = self.scheduler.schedule()
-        cpu_s = time.thread_time() - cpu_s
-        wall_s = time.perf_counter() - began_s
+        scheduled_s = time.thread_time() - cpu_s
         answer = made_up_output(self.scheduler, output)
         time.sleep(max(0.0, began_s + step_s - time.perf_counter()))
-        answered_s = time.perf_counter()
-        answered_cpu_s = time.thread_time()
+        cpu_s = time.thread_time()
         self.scheduler.update_from_output(output, answer)
-        cpu_s += time.thread_time() - answered_cpu_s
-        return Cost(cpu_s, wall_s + time.perf_counter() - answered_s)
+        return scheduled_s + time.thread_time() - cpu_s
 
     def block(self, steps: int, step_s: float) -> None:
         """Some steps, noted."""
-        publisher = self.publisher
-        cpu_s, sent = (publisher.cpu_s, publisher.sent) if publisher else (0.0, 0)
-        self.costs += [self.step(step_s) for _ in range(steps)]
-        if publisher:
-            self.publishing_s += publisher.cpu_s - cpu_s
-            self.messages += publisher.sent - sent
+        sent = self.publisher.sent if self.publisher else 0
+        for _ in range(steps):
+            cpu_s = self.publisher.cpu_s if self.publisher else 0.0
+            self.stepping_s.append(self.step(step_s))
+            if self.publisher:
+                self.publishing_s.append(self.publisher.cpu_s - cpu_s)
+        if self.publisher:
+            self.messages += self.publisher.sent - sent
 
 
 @contextmanager
@@ -162,43 +159,49 @@ def measure(batch: int, step_s: float, rounds: int) -> tuple[Side, Side]:
         gc.freeze()
         for turn in tqdm(range(rounds), desc="rounds", leave=False):
             for side in (plain, telling) if turn % 2 else (telling, plain):
-                side.block(_BLOCK_STEPS, step_s)
+                side.block(BLOCK_STEPS, step_s)
         gc.unfreeze()
     return plain, telling
 
 
 def summary(plain: Side, telling: Side, step_s: float) -> dict[str, Any]:
     """The share of a step, and what it is made of (microseconds a step)."""
-    pairs = list(zip(plain.costs, telling.costs, strict=True))
-    steps = len(pairs)
-    observing_s = statistics.fmean(with_.cpu_s - less.cpu_s for less, with_ in pairs)
-    publishing_s = telling.publishing_s / steps
+    pairs = zip(telling.stepping_s, plain.stepping_s, strict=True)
+    scheduler_us = typical_us(plain.stepping_s)
+    observing_us = typical_us([with_s - without_s for with_s, without_s in pairs])
+    publishing_us = typical_us(telling.publishing_s)
+    steps = len(plain.stepping_s)
     return {
-        "share_of_step": round((observing_s + publishing_s) / step_s, 5),
-        "observing_us": round(observing_s * 1e6, 2),
-        "publishing_us": round(publishing_s * 1e6, 2),
+        "share_of_step": round((observing_us + publishing_us) / (step_s * 1e6), 5),
+        "observing_us": round(observing_us, 1),
+        "publishing_us": round(publishing_us, 1),
+        "scheduler_us": round(scheduler_us, 1),
+        "share_of_scheduler": round((observing_us + publishing_us) / scheduler_us, 4),
         "messages_per_step": round(telling.messages / steps, 3),
-        "scheduler_us": round(statistics.fmean(c.cpu_s for c in plain.costs) * 1e6, 2),
-        "wall_us": round(
-            statistics.median(w.wall_s - less.wall_s for less, w in pairs) * 1e6, 2
-        ),
         "batch": telling.batch,
         "step_ms": step_s * 1e3,
         "steps": steps,
     }
 
 
+def typical_us(times_s: Sequence[float]) -> float:
+    """Median over rounds of the round's mean, in microseconds."""
+    rounds = range(0, len(times_s), BLOCK_STEPS)
+    means_s = [statistics.fmean(times_s[r : r + BLOCK_STEPS]) for r in rounds]
+    return statistics.median(means_s) * 1e6
+
+
 def table(result: dict[str, Any]) -> str:
     """The summary for people."""
     return (
         f"batch {result['batch']}, steps of {result['step_ms']:g} ms, "
-        f"{result['steps']} pairs of steps; microseconds a step\n"
-        f"  scheduler alone     {result['scheduler_us']:8.1f}\n"
-        f"  observing           {result['observing_us']:8.1f}   "
-        f"(by the clock, median: {result['wall_us']:.1f})\n"
-        f"  publishing          {result['publishing_us']:8.1f}   "
-        f"({result['messages_per_step']:.2f} messages a step)\n"
-        f"  share of a step     {result['share_of_step']:8.2%}"
+        f"{result['steps']} pairs of steps, "
+        f"{result['messages_per_step']:.2f} messages a step; microseconds a step\n"
+        f"  scheduler alone    {result['scheduler_us']:8.1f}\n"
+        f"  observing          {result['observing_us']:8.1f}\n"
+        f"  publishing         {result['publishing_us']:8.1f}\n"
+        f"  share of a step    {result['share_of_step']:8.2%}   "
+        f"({result['share_of_scheduler']:.1%} of the scheduler's own time)"
     )
 
 

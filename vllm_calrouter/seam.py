@@ -73,7 +73,6 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "finish_requests",
             "set_pause_state",
             "pause_state",
-            "has_unfinished_requests",
             "get_request_counts",
             "shutdown",
         ),

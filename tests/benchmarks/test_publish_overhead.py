@@ -7,31 +7,50 @@ import json
 import pytest
 
 from benchmarks import publish_overhead
-from benchmarks.publish_overhead import Cost, Side, arguments, sides, summary, table
+from benchmarks.publish_overhead import (
+    BLOCK_STEPS,
+    Side,
+    arguments,
+    sides,
+    summary,
+    table,
+    typical_us,
+)
 
 
-def side(costs_us: list[float], publishing_us: float = 0.0, messages: int = 0) -> Side:
-    costs = [Cost(cpu * 1e-6, cpu * 2e-6) for cpu in costs_us]
-    return Side(None, None, 64, costs, publishing_us * 1e-6, messages)
+def side(costs_us: list[float], publishing_us: list[float], messages: int = 0) -> Side:
+    stepping_s, publishing_s = (
+        [each * 1e-6 for each in times] for times in (costs_us, publishing_us)
+    )
+    return Side(None, None, 64, stepping_s, publishing_s, messages)
+
+
+def test_a_round_s_mean_and_the_median_of_rounds() -> None:
+    quiet = [1e-6, 3e-6] + [2e-6] * (BLOCK_STEPS - 2)
+    disturbed = [1.0] * BLOCK_STEPS
+    assert typical_us(quiet + disturbed + quiet) == pytest.approx(2.0)
+
+
+PLAIN = side([300, 500, 400], [])
+TELLING = side([310, 530, 480], [30, 10, 50], 6)
 
 
 def test_the_share_is_observing_and_publishing_over_the_step() -> None:
-    result = summary(side([300, 500]), side([310, 530], 60, 2), 0.01)
-    assert result["observing_us"] == 20.0
-    assert result["publishing_us"] == 30.0
-    assert result["share_of_step"] == pytest.approx(50e-6 / 0.01)
-    assert result["messages_per_step"] == 1.0
-    assert result["wall_us"] == 40.0
+    result = summary(PLAIN, TELLING, 0.01)
+    assert (result["observing_us"], result["publishing_us"]) == (40.0, 30.0)
+    assert result["share_of_step"] == pytest.approx(70e-6 / 0.01)
+    assert result["share_of_scheduler"] == pytest.approx(70 / 400)
+    assert result["messages_per_step"] == 2.0
 
 
 def test_only_the_same_steps_are_compared() -> None:
     with pytest.raises(ValueError, match="zip"):
-        summary(side([300]), side([310, 530]), 0.01)
+        summary(side([300], []), TELLING, 0.01)
 
 
 def test_the_table_says_the_share() -> None:
-    result = summary(side([300, 500]), side([310, 530], 60, 2), 0.01)
-    assert "0.50%" in table(result)
+    result = summary(PLAIN, TELLING, 0.01)
+    assert "0.70%" in table(result)
     json.dumps(result)
 
 

@@ -10,11 +10,13 @@ from vllm.v1.request import Request
 
 READ = {"do_remote_prefill": True}
 KEEP = {"do_remote_decode": True}
+FETCH = {"fetch": True}
 
 
 class FarKV(KVConnectorBase_V1):
     """Scheduler side of prefill and decode apart, as NIXL's: a request with `READ` gets
-    its prompt's KV from afar, one with `KEEP` leaves its blocks to a reader.
+    its prompt's KV from afar, one with `KEEP` leaves its blocks to a reader. One with
+    `FETCH` gets it from afar when it was preempted, as from a store.
     """
 
     def __init__(self) -> None:
@@ -24,9 +26,11 @@ class FarKV(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        if not (request.kv_transfer_params or {}).get("do_remote_prefill"):
+        params = request.kv_transfer_params or {}
+        fetched = params.get("fetch") and request.num_preemptions
+        if not (params.get("do_remote_prefill") or fetched):
             return 0, False
-        count = request.num_prompt_tokens - num_computed_tokens
+        count = max(0, request.num_prompt_tokens - num_computed_tokens)
         return count, count > 0
 
     def update_state_after_alloc(
@@ -35,8 +39,8 @@ class FarKV(KVConnectorBase_V1):
         params = request.kv_transfer_params
         if params and params.get("do_remote_prefill"):
             params["do_remote_prefill"] = False
-            if num_external_tokens:
-                self.reading.add(request.request_id)
+        if num_external_tokens:
+            self.reading.add(request.request_id)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

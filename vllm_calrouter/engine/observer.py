@@ -10,8 +10,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from itertools import repeat
-from operator import attrgetter, sub
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
 
 from vllm.logger import init_logger
@@ -35,12 +33,12 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.calrouter")
 
-_ID = attrgetter("request_id")
-_COMPUTED = attrgetter("num_computed_tokens")
-_IN_FLIGHT = attrgetter("num_in_flight_tokens")
-_POSITIVE = (0).__lt__
+#: Where nothing changes but that sequences grow, an engine tells it this often only.
+QUIET_S = 0.025
 
 _LONGEST_UID = 64
+#: Below all that is ever computed, also of who has output in flight from before.
+_NO_TARGET = -(1 << 62)
 _MOST_NUMBER = (1 << 63) - 1
 
 
@@ -60,12 +58,11 @@ class _Fresh(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """Sums over the running batch. `computed_tokens` include those in flight."""
+    """Sums over the running batch."""
 
     prefill_tokens: int
     output_tokens: int
     context_tokens: int
-    computed_tokens: int
 
 
 class Observer:
@@ -99,7 +96,8 @@ class Observer:
         self._fresh_prompt_tokens = 0
         self._fresh_output_tokens = 0
         self._preempted: dict[str, Request] = {}
-        #: Running requests whose prompts are not computed yet.
+        #: Running requests whose prompts are not computed yet, or that still get output
+        #: from before a preemption.
         self._prefilling: dict[str, Request] = {}
         #: Predicted output length of every live request that carries one, and how many
         #: tokens it will have computed when it has come.
@@ -119,11 +117,15 @@ class Observer:
         self._under_way: deque[tuple[int, int, int]] = deque()
         self._began_s = 0.0
         self._busy = False
+        #: Whether requests came or were admitted since the last message, and its time.
+        self._changed = False
+        self._told_s = 0.0
 
     # What the scheduler's methods report, in the order of an engine's loop.
 
     def added(self, request: Request) -> None:
         """A request, or the next part of a streaming session, was added."""
+        self._changed = True
         booking = _booking(request)
         if booking is not None:
             self._note_booking(request, booking)
@@ -153,11 +155,10 @@ class Observer:
             self._preemptions += len(output.preempted_req_ids)
             self._note_preempted(output.preempted_req_ids)
         self._forget_prefilled()
-        running = self._count_running()
         if output.num_scheduled_tokens:
-            self._under_way.append(self._shape(output, running))
-        if self._scheduler.running:
-            self._tell(running)
+            self._under_way.append(self._shape(output))
+        if self._scheduler.running and not self._is_like_the_last(output):
+            self._tell()
 
     def answering(self, output: SchedulerOutput, answer: ModelRunnerOutput) -> None:
         """A step's results are there, and about to be taken in."""
@@ -174,18 +175,14 @@ class Observer:
 
     def answered(self) -> None:
         """A step's results were taken in."""
-        scheduler = self._scheduler
-        if scheduler.running:
-            return
-        if not scheduler.has_unfinished_requests():
-            self._busy = False
-        # There may be no other step soon to tell it.
-        self.tell()
+        # With nothing running there may be no other step soon to tell it.
+        if not self._scheduler.running:
+            self.tell()
 
     def tell(self) -> None:
         """Send what the engine holds now."""
         self._forget_prefilled()
-        self._tell(self._count_running())
+        self._tell()
 
     def close(self) -> None:
         self._to.close()
@@ -193,21 +190,34 @@ class Observer:
     def message(self) -> EngineMessage:
         """What the engine holds now; without number and age."""
         self._forget_prefilled()
-        return self._message(self._count_running())
+        return self._message()
 
     # Figures.
 
-    def _tell(self, running: _Running) -> None:
+    def _tell(self) -> None:
         began_s = self._began_s if self._under_way else None
-        self._to.tell(self._message(running), began_s)
+        self._changed = False
+        self._told_s = self._clock()
+        self._to.tell(self._message(), began_s)
+
+    def _is_like_the_last(self, output: SchedulerOutput) -> bool:
+        """Whether this step has nothing to tell but a token more of each sequence."""
+        return not (
+            self._changed
+            or self._prefilling
+            or output.finished_req_ids
+            or output.preempted_req_ids
+            or self._clock() - self._told_s >= QUIET_S
+        )
 
     def _tell_if_paused(self) -> None:
         # Otherwise a step follows, and tells it.
         if self._scheduler.pause_state != PauseState.UNPAUSED:
             self.tell()
 
-    def _message(self, running: _Running) -> EngineMessage:
+    def _message(self) -> EngineMessage:
         scheduler = self._scheduler
+        running = self._count_running()
         self._forget_finished()
         prefill_tokens = running.prefill_tokens
         output_tokens = running.output_tokens
@@ -256,41 +266,41 @@ class Observer:
         )
 
     def _count_running(self) -> _Running:
-        """Sums over the running batch, by functions that loop in C."""
-        running = self._scheduler.running
-        computed = list(map(_COMPUTED, running))
-        done = list(map(sub, computed, map(_IN_FLIGHT, running)))
-        context = sum(done)
-        prefill = output = 0
-        if self._targets:
-            targets = map(self._targets.get, map(_ID, running), repeat(0))
-            output = sum(filter(_POSITIVE, map(sub, targets, done)))
+        """Sums over the running batch, in one short loop."""
+        target_of = self._targets.get
+        prefill = output = context = 0
+        for request in self._scheduler.running:
+            done = request.num_computed_tokens - request.num_in_flight_tokens
+            context += done
+            left = target_of(request.request_id, _NO_TARGET) - done
+            if left > 0:
+                output += left
         for request in self._prefilling.values():
             ready = request.num_computed_tokens - request.num_in_flight_tokens
-            prefill += _prefill_end(request) - max(ready, 0)
-            # What was in flight when it was preempted is none of this run's.
-            context -= min(ready, 0)
             output -= self._ahead(request, ready)
-        return _Running(prefill, output, context, sum(computed))
+            # What was in flight when it was preempted is none of this run's.
+            context += request.num_stale_output_tokens
+            ready += request.num_stale_output_tokens
+            prefill += max(0, _prefill_end(request) - ready)
+        return _Running(prefill, output, context)
 
     def _ahead(self, request: Request, ready: int) -> int:
         """How much more than its output still to come a request's target says.
 
-        A target grows from the prompt's end. Before it, all of the output is to come.
+        The two are the same for who decodes, and has nothing in flight from before.
         """
         target = self._targets.get(request.request_id)
         if target is None:
             return 0
         return max(0, target - ready) - self._to_come(request)
 
-    def _shape(
-        self, output: SchedulerOutput, running: _Running
-    ) -> tuple[int, int, int]:
+    def _shape(self, output: SchedulerOutput) -> tuple[int, int, int]:
         """The step just scheduled, as `StepTiming` words it."""
         ran = output.num_scheduled_tokens
         prefill_tokens, seqs = 0, len(ran)
-        context = running.computed_tokens - output.total_num_scheduled_tokens
         batch = self._scheduler.running
+        context = sum([request.num_computed_tokens for request in batch])
+        context -= output.total_num_scheduled_tokens
         if seqs < len(batch):
             context -= sum(
                 request.num_computed_tokens
@@ -315,6 +325,7 @@ class Observer:
         requests = self._scheduler.requests
         admitted = [new.req_id for new in output.scheduled_new_reqs]
         for request_id in (*admitted, *output.scheduled_cached_reqs.resumed_req_ids):
+            self._changed = True
             self._leave(request_id)
             self._prefilling[request_id] = requests[request_id]
 
@@ -355,12 +366,10 @@ class Observer:
     def _check_waiting(self) -> None:
         """Make the books agree with the queue.
 
-        A request may also come back to it in rare ways that nobody reports (a KV load
-        that failed, a session's next part): then all of it is read again.
+        A request may also come back to it in rare ways that nobody reports (a cache
+        reset, a KV load that failed, a session's next part): then all is read again.
         """
         scheduler = self._scheduler
-        if scheduler.reset_preempted_req_ids:
-            self._note_preempted(scheduler.reset_preempted_req_ids)
         if self._preempted:
             self._preempted = {
                 request_id: request

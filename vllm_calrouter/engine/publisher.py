@@ -1,4 +1,10 @@
-"""Sends an engine's messages from a thread of its own, so that no step waits."""
+"""Sends an engine's messages, so that no step waits for anyone.
+
+The engine's own thread sends what is due: that takes microseconds and cannot block, as
+ZeroMQ writes to the sockets in the background, while to wake another thread takes many
+times as long and the GIL besides. A thread of the publisher's sends what had to be held
+back for a moment, and the heartbeat of an engine that does not step.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +12,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 import zmq
@@ -59,6 +64,8 @@ class Publisher:
         self._bell: SimpleQueue[bool | None] = SimpleQueue()
         self._rung = False
         self._closing = False
+        #: A socket belongs to one thread at a time.
+        self._turn = threading.Lock()
         self._sequence = 0
         self._sent_s = -math.inf
         # vLLM's sockets live in the process's own context; keys are asked for by
@@ -95,7 +102,13 @@ class Publisher:
             step_began_s: since when a step is under way, None when none is.
         """
         self._newest = (message, step_began_s)
-        if not self._rung:
+        is_due = time.monotonic() - self._sent_s >= self._min_interval_s
+        if is_due and self._turn.acquire(blocking=False):
+            try:
+                self._send()
+            finally:
+                self._turn.release()
+        elif not self._rung:
             self._rung = True
             self._bell.put(True)
 
@@ -141,29 +154,41 @@ class Publisher:
     def _run(self) -> None:
         try:
             while not self._closing:
-                with suppress(Empty):
-                    self._bell.get(timeout=self._heartbeat_s)
-                self._keep_distance()
-                # Before the state is read: what comes later rings again.
-                self._rung = False
-                self._send()
+                self._wait()
+                with self._turn:
+                    self._send()
         except Exception:
             # Routers see an engine that fell silent; requests go on.
             logger.exception("this engine can no longer tell routers what it holds")
         finally:
-            self._socket.close()
+            with self._turn:
+                self._closing = True
+                self._socket.close()
             transport.remove_file(self._url)
 
-    def _keep_distance(self) -> None:
-        wait_s = self._sent_s + self._min_interval_s - time.monotonic()
+    def _wait(self) -> None:
+        """Until a message is due: one held back, or the heartbeat."""
+        while (wait_s := self._heartbeat_s - self._since_sent_s()) > 0.0:
+            try:
+                self._bell.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
+            except Empty:
+                continue
+            break
+        wait_s = self._min_interval_s - self._since_sent_s()
         if wait_s > 0.0 and not self._closing:
             time.sleep(wait_s)
+        # Before the state is read: what comes later rings again.
+        self._rung = False
+
+    def _since_sent_s(self) -> float:
+        return time.monotonic() - self._sent_s
 
     def _send(self) -> None:
-        if self._newest is None:
+        """Send the newest state; call it in turn."""
+        self._sent_s = time.monotonic()
+        if self._newest is None or self._closing:
             return
         message, step_began_s = self._newest
-        self._sent_s = time.monotonic()
         self._sequence += 1
         message.sequence = self._sequence
         message.step_age_s = (
