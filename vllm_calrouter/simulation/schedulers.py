@@ -72,7 +72,7 @@ _NOBODY = _Nobody()
 class _Asked(Observer):
     """An observer that only speaks when asked."""
 
-    def _tell(self, running: Any) -> None: ...
+    def _tell(self) -> None: ...
 
 
 class Schedulers:
