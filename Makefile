@@ -14,7 +14,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 .DEFAULT_GOAL := help
 # Real engines share few cores: nothing runs beside anything else, `make -j` or not.
 .NOTPARALLEL:
-.PHONY: help setup demo test lint unit e2e test-vllm clean
+.PHONY: help setup demo test lint unit e2e test-vllm regimes clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ e2e: setup ## tests on real CPU engines
 test-vllm: setup ## what needs no kernels, on another release: make test-vllm VERSION=0.33.0
 	@test -n "$(VERSION)" || { echo "say which: make test-vllm VERSION=0.33.0"; exit 1; }
 	bash tests/cpu/test-vllm.sh $(VERSION)
+
+regimes: setup ## setups of the router in the laboratory's regimes, simulated: make regimes QUICK=1
+	@$(BIN)/python -m benchmarks.regimes $(if $(QUICK),--quick)
 
 clean: ## remove .venv and everything made
 	rm -rf $(VENV) .cache build dist *.egg-info vllm_calrouter/*.so
