@@ -82,7 +82,7 @@ def test_steps_without_a_decision_change_nothing(regime: str) -> None:
     prefill=st.integers(0, 2),
     decode=st.integers(1, 2),
     routers=st.sampled_from([1, 3]),
-    policy=st.sampled_from(["vllm", "least_loaded"]),
+    policy=st.sampled_from(["vllm", "least_loaded", "calibrated"]),
     max_num_seqs=st.sampled_from([2, 5, 64]),
     max_num_batched_tokens=st.sampled_from([64, 300, 2_048]),
     block_tokens=st.sampled_from([1, 16]),

@@ -207,7 +207,6 @@ class Cluster:
         self._served[leg.request_id] = one
         engine = self.engines[rank]
         engine.add(leg)
-        self._start_reads(engine)
         self._wake(engine)
 
     def _wake(self, engine: Engine) -> None:

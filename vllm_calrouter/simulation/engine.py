@@ -5,6 +5,7 @@ What a step holds is vLLM's decision; how long it takes is the profile's.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from vllm_calrouter.calibration import EngineCosts
 from vllm_calrouter.router.legs import KV_PARAMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreRequest
@@ -44,6 +45,7 @@ class _Quiet:
     def __init__(self, batch: list[Request], most_steps: int) -> None:
         self.batch = batch
         self.left = most_steps
+        self.begun = 0
         self.done = 0
         self.context = sum(request.num_computed_tokens for request in batch)
 
@@ -58,13 +60,35 @@ class _Quiet:
             message.outputs.append(EngineCoreOutput(request.request_id, [TOKEN]))
         return told
 
-    def grown_blocks(self, block_tokens: int) -> int:
-        """Blocks the steps done so far have taken."""
+    def grown_blocks(self, block_tokens: int, *, begun: bool = True) -> int:
+        """Blocks taken by the steps done so far, or by the one begun as well."""
+        steps = self.begun if begun else self.done
         return sum(
-            -(-(r.num_computed_tokens + self.done) // block_tokens)
+            -(-(r.num_computed_tokens + steps) // block_tokens)
             + (-r.num_computed_tokens // block_tokens)
             for r in self.batch
         )
+
+    @contextmanager
+    def shown(self, *, told: bool) -> Iterator[None]:
+        """Requests look as they would had the scheduler been told step by step.
+
+        Args:
+            told: whether it was told by now, of a step of several tokens under way:
+                all but one of them are computed.
+        """
+        computed = 0 if told else self.begun
+        in_flight = -self.done if told else self.begun - self.done
+        self._advance(computed, in_flight)
+        try:
+            yield
+        finally:
+            self._advance(-computed, -in_flight)
+
+    def _advance(self, computed: int, in_flight: int) -> None:
+        for request in self.batch:
+            request.num_computed_tokens += computed
+            request.num_in_flight_tokens += in_flight
 
     def append(self, tokens: int) -> None:
         """Make up for tokens that were told and that the scheduler does not know."""
@@ -110,6 +134,8 @@ class Engine:
         self._preempted: list[str] = []
         self._under_way: SchedulerOutput | None = None
         self._quiet: _Quiet | None = None
+        #: Quiet steps that the step under way tells the scheduler of.
+        self._told: _Quiet | None = None
         self._inbox: list[EngineCoreRequest] = []
         self._in_quiet_step = False
         # Dictionaries, not sets: their order does not depend on the process.
@@ -123,15 +149,16 @@ class Engine:
 
     @property
     def counts(self) -> tuple[int, int, float]:
-        """Requests waiting and running and the fraction of KV blocks in use, all as of
-        the last step's end: engines tell between steps, not within."""
+        """Requests waiting and running and the fraction of KV blocks in use: engines
+        tell between steps, not within."""
         free = self._free_blocks() if self._free is None else self._free
         return (*self._counts, 1.0 - free / (self._pool.num_gpu_blocks - 1))
 
     def _free_blocks(self) -> int:
         free: int = self._pool.get_num_free_blocks()
         if self._quiet is not None:
-            free -= self._quiet.grown_blocks(self.scheduler.block_size)
+            block_tokens = self.scheduler.block_size
+            free -= self._quiet.grown_blocks(block_tokens, begun=False)
         return free
 
     def message(self, sequence: int, step_age_s: float) -> EngineMessage:
@@ -139,27 +166,22 @@ class Engine:
 
         `step_age_s`: how long its step has been under way; 0 where it is idle.
         """
-        message: EngineMessage = self.scheduler.observer.message()
-        quiet = self._quiet
-        done = 0 if quiet is None else quiet.done * len(quiet.batch)
-        grown = 0 if quiet is None else quiet.grown_blocks(self.scheduler.block_size)
+        free = self._pool.get_num_free_blocks()
+        quiet, told = self._quiet, self._told
+        if quiet is not None:
+            free -= quiet.grown_blocks(self.scheduler.block_size)
+            view: AbstractContextManager[None] = quiet.shown(told=False)
+        else:
+            view = nullcontext() if told is None else told.shown(told=True)
+        with view:
+            message: EngineMessage = self.scheduler.observer.message()
         return msgspec.structs.replace(
-            message,
-            sequence=sequence,
-            step_age_s=step_age_s,
-            context_tokens=message.context_tokens + done,
-            output_tokens=max(0, message.output_tokens - done),
-            kv_free_blocks=message.kv_free_blocks - grown,
+            message, sequence=sequence, step_age_s=step_age_s, kv_free_blocks=free
         )
 
     def add(self, leg: EngineCoreRequest) -> None:
-        """Queue a leg, as if it had come over the wire."""
-        if self._quiet is not None and not leg.abort_immediately:
-            # The scheduler would look at it when this step is over, not before.
-            self._inbox.append(leg)
-            return
-        self.settle()
-        self._add(leg)
+        """Queue a leg, as if it had come over the wire: engines look between steps."""
+        self._inbox.append(leg)
 
     def _add(self, leg: EngineCoreRequest) -> None:
         request = Request.from_engine_core_request(_own(leg), self._block_hasher)
@@ -193,7 +215,6 @@ class Engine:
             self._finish(self.scheduler.schedule())
             self._counts, self._free = counts, free
         self._quiet = None
-        self._empty_inbox()
 
     def take_reads(self) -> list[Read]:
         """KV caches to be moved here, since the last call."""
@@ -211,8 +232,10 @@ class Engine:
         Returns its duration in seconds, None when there is nothing to compute, and
         what was to be told without computing anything.
         """
-        if self._quiet is None and not self._every_step:
-            self._quiet = self._look_for_quiet()
+        if self._quiet is None:
+            self._empty_inbox()
+            if not self._every_step:
+                self._quiet = self._look_for_quiet()
         if self._goes_on_quietly():
             return self._account(self._begin_quiet_step()), []
         told: list[dict[int, EngineCoreOutputs]] = []
@@ -234,11 +257,11 @@ class Engine:
             assert self._quiet is not None
             self._in_quiet_step = False
             self._quiet.done += 1
-            self._count(len(self._inbox))
+            self._count()
             return self._quiet.told()
         step = self._under_way
         assert step is not None, "no step is under way"
-        self._under_way = None
+        self._under_way = self._told = None
         return self._finish(step)
 
     def _account(self, seconds: float) -> float:
@@ -282,20 +305,24 @@ class Engine:
             if rest < sum(map(_own_tokens, self._inbox)):
                 # What was told must not cost the new ones a part of their step.
                 self.settle()
-                return False
             quiet.left = 0
         self._empty_inbox()
         return quiet.left > 0
 
     def _empty_inbox(self) -> None:
+        if not self._inbox:
+            return
         legs, self._inbox = self._inbox, []
         for leg in legs:
             self._add(leg)
+        running, waiting = self.scheduler.get_request_counts()
+        self._counts = (waiting, running)
 
     def _begin_quiet_step(self) -> float:
         quiet = self._quiet
         assert quiet is not None
         quiet.left -= 1
+        quiet.begun += 1
         quiet.context += len(quiet.batch)
         self._in_quiet_step = True
         return self.costs.step_s(0, 0, len(quiet.batch), quiet.context)
@@ -312,9 +339,9 @@ class Engine:
     def _schedule(self) -> SchedulerOutput:
         """vLLM's step, with what quiet steps have told and it has not seen."""
         self._free = self._free_blocks()
-        if self._quiet is not None:
-            self._quiet.append(self._quiet.done)
-            self._quiet = None
+        self._told, self._quiet = self._quiet, None
+        if self._told is not None:
+            self._told.append(self._told.done)
         step: SchedulerOutput = self.scheduler.schedule()
         self._preempted += sorted(step.preempted_req_ids or ())
         return step
@@ -349,9 +376,9 @@ class Engine:
         self._count()
         return told
 
-    def _count(self, unseen: int = 0) -> None:
+    def _count(self) -> None:
         running, waiting = self.scheduler.get_request_counts()
-        self._counts = (waiting + unseen, running)
+        self._counts = (waiting, running)
         self._free = None
 
     def _seconds(self, step: SchedulerOutput, quiet: _Quiet | None) -> float:
