@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import select
 import time
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +73,12 @@ class Setting:
         (new,) = (k for k, v in self.outcomes(rank).items() if v != before.get(k))
         return new
 
-    def until(self, true: Callable[[], bool]) -> None:
+    def until(self, true: Callable[[], bool], *, drain: bool = True) -> None:
         deadline_s = time.monotonic() + PATIENCE_S
         while not true():
             assert time.monotonic() < deadline_s, "it did not come"
-            self.subscriber.drain()
+            if drain:
+                self.subscriber.drain()
 
     def outcomes(self, rank: int) -> dict[str, float]:
         return {
@@ -177,31 +180,76 @@ def test_an_engine_that_starts_again_is_heard_from_its_first_message(
     assert heard.message.running == 2
 
 
-def test_of_many_messages_the_newest_counts_and_few_are_read(setting: Setting) -> None:
-    for sequence in range(1, 2001):
-        setting.engines[0].send(encode(message(sequence=sequence)))
+class Queue:
+    """In place of a socket: what waits in it, and how often it was asked."""
 
-    def is_newest() -> bool:
-        heard = setting.subscriber.heard(0)
-        return heard is not None and heard.message.sequence == 2000
+    def __init__(self, waiting: Iterator[bytes]) -> None:
+        self.waiting = waiting
+        self.reads = 0
 
-    setting.until(is_newest)
-    read = sum(setting.outcomes(0).values())
+    def recv(self, flags: int) -> bytes:
+        assert flags == zmq.NOBLOCK
+        for data in self.waiting:
+            self.reads += 1
+            return data
+        raise zmq.Again
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def queued(setting: Setting) -> Callable[[Iterator[bytes]], Queue]:
+    def replace(waiting: Iterator[bytes]) -> Queue:
+        setting.subscriber._signals.unregister(setting.subscriber._sockets[0].FD)
+        setting.subscriber._sockets[0].close()
+        queue = Queue(waiting)
+        setting.subscriber._sockets[0] = queue  # type: ignore[call-overload]
+        setting.subscriber._unread.add(0)
+        return queue
+
+    return replace
+
+
+def test_of_many_messages_only_the_newest_is_taken(
+    setting: Setting, queued: Callable[[Iterator[bytes]], Queue]
+) -> None:
+    many = [encode(message(sequence=sequence)) for sequence in range(1, 101)]
+    queue = queued(iter([b"garbage", *many]))
     setting.subscriber.drain()
-    assert sum(setting.outcomes(0).values()) == read
+    assert queue.reads == 101
+    heard = setting.subscriber.heard(0)
+    assert heard is not None
+    assert heard.message.sequence == 100
+    assert setting.outcomes(0) == {"heard": 1.0}
+
+
+def test_an_engine_that_floods_does_not_hold_the_router_up(
+    setting: Setting, queued: Callable[[Iterator[bytes]], Queue]
+) -> None:
+    queue = queued(repeat(b"more"))
+    setting.subscriber.drain()
+    assert queue.reads == module._MOST_QUEUED
+    # What was left is read, although nothing new signals it.
+    setting.subscriber.drain()
+    assert queue.reads == 2 * module._MOST_QUEUED
+    assert setting.outcomes(0) == {"garbage": 2.0}
 
 
 def test_a_look_a_moment_ago_is_fresh_enough(setting: Setting) -> None:
+    (fd,) = (fd for fd, rank in setting.subscriber._rank_of.items() if rank == 0)
     setting.subscriber.drain()
     setting.engines[0].send(encode(message()))
-    while not setting.subscriber._sockets[0].poll(PATIENCE_S * 1000):
-        pass
+    select.select([fd], [], [], PATIENCE_S)
     setting.now_s += module.FRESH_S / 2
     setting.subscriber.refresh()
     assert setting.subscriber.heard(0) is None
-    setting.now_s += module.FRESH_S
-    setting.subscriber.refresh()
-    assert setting.subscriber.heard(0) is not None
+
+    def is_heard() -> bool:
+        setting.now_s += module.FRESH_S
+        setting.subscriber.refresh()
+        return setting.subscriber.heard(0) is not None
+
+    setting.until(is_heard, drain=False)
 
 
 async def test_figures_and_silence_are_kept_fresh_without_being_asked(

@@ -28,6 +28,9 @@ logger = init_logger("vllm.calrouter")
 MIN_INTERVAL_S = 0.005
 HEARTBEAT_S = 0.1
 
+#: Messages to one router that may wait for its network.
+_MOST_QUEUED = 16
+
 _JOIN_S = 5.0
 
 
@@ -129,8 +132,8 @@ class Publisher:
     def _bind(self, keys: Keys | None) -> zmq.Socket[bytes]:
         publisher = self._context.socket(zmq.PUB)
         transport.prepare(publisher, self._url)
-        # A router that does not keep up misses what is old, not what is new.
-        publisher.setsockopt(zmq.CONFLATE, 1)
+        # A router that does not keep up misses messages; each tells all there is.
+        publisher.setsockopt(zmq.SNDHWM, _MOST_QUEUED)
         if keys is not None:
             keys.use(publisher, "engine")
         try:
@@ -168,7 +171,7 @@ class Publisher:
 
     def _wait(self) -> None:
         """Until a message is due: one held back, or the heartbeat."""
-        while (wait_s := self._heartbeat_s - self._since_sent_s()) > 0.0:
+        while (wait_s := self._until_heartbeat_s()) > 0.0:
             try:
                 self._bell.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
             except Empty:
@@ -180,14 +183,18 @@ class Publisher:
         # Before the state is read: what comes later rings again.
         self._rung = False
 
+    def _until_heartbeat_s(self) -> float:
+        nothing_yet = self._newest is None
+        return self._heartbeat_s - (0.0 if nothing_yet else self._since_sent_s())
+
     def _since_sent_s(self) -> float:
         return time.monotonic() - self._sent_s
 
     def _send(self) -> None:
         """Send the newest state; call it in turn."""
-        self._sent_s = time.monotonic()
         if self._newest is None or self._closing:
             return
+        self._sent_s = time.monotonic()
         message, step_began_s = self._newest
         self._sequence += 1
         message.sequence = self._sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import select
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +32,9 @@ TICK_S = 0.1
 #: Figures this fresh are fresh enough: engines send one message in 5 ms at most, and
 #: looking costs microseconds.
 FRESH_S = 0.002
+
+#: Messages of one engine that may wait to be read: several ticks' worth.
+_MOST_QUEUED = 128
 
 _RECONNECT_MS = 50
 _MOST_RECONNECT_MS = 1000
@@ -71,8 +75,8 @@ class Heard(NamedTuple):
 class Subscriber:
     """One router's ear: a socket an engine, of which the newest message counts.
 
-    Nothing here waits, and no thread is needed: ZeroMQ receives in the background and
-    keeps one message an engine, which `refresh` reads when a choice is made.
+    Nothing here waits, and no thread is needed: ZeroMQ receives in the background, and
+    `refresh` reads when a choice is made. Older messages are dropped unread.
 
     Args:
         address: as the option has it (`transport.endpoint` finds the rank's part).
@@ -110,6 +114,12 @@ class Subscriber:
             self._connect(transport.endpoint(address, rank), keys)
             for rank in range(engines)
         ]
+        self._signals = select.epoll()
+        self._rank_of = {ear.FD: rank for rank, ear in enumerate(self._sockets)}
+        for fd in self._rank_of:
+            self._signals.register(fd, select.EPOLLIN)
+        #: Engines that had said more than was read at once.
+        self._unread: set[int] = set()
 
     def refresh(self) -> None:
         """Read what came in, unless that was done a moment ago."""
@@ -118,12 +128,16 @@ class Subscriber:
             self.drain(now_s)
 
     def drain(self, now_s: float | None = None) -> None:
-        """Read what came in: at most one message an engine, the newest."""
+        """Read what came in, the newest message of each engine."""
+        if self._signals.closed:
+            return
         now_s = self._clock() if now_s is None else now_s
         self._looked_s = now_s
-        for rank, ear in enumerate(self._sockets):
-            if int(ear.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-                self._take(rank, ear, now_s)
+        ready, self._unread = self._unread, set()
+        # One system call for all engines, most of which have said nothing new.
+        ready.update(self._rank_of[fd] for fd, _ in self._signals.poll(0))
+        for rank in ready:
+            self._take(rank, now_s)
 
     async def run(self) -> None:
         """Keep figures and metrics fresh until cancelled."""
@@ -150,15 +164,16 @@ class Subscriber:
 
     def close(self) -> None:
         """Hear nothing more; again does nothing."""
+        self._signals.close()
         for ear in self._sockets:
             ear.close()
-        self._sockets = []
         self._context.term()
 
     def _connect(self, url: str, keys: Keys | None) -> zmq.Socket[bytes]:
         ear = self._context.socket(zmq.SUB)
         transport.prepare(ear, url)
-        ear.setsockopt(zmq.CONFLATE, 1)
+        # Not CONFLATE, whose reader may miss the signal that something came.
+        ear.setsockopt(zmq.RCVHWM, _MOST_QUEUED)
         ear.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)
         # An engine binds its address when its model is loaded.
         ear.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
@@ -169,14 +184,24 @@ class Subscriber:
         ear.connect(url)
         return ear
 
-    def _take(self, rank: int, ear: zmq.Socket[bytes], now_s: float) -> None:
-        try:
-            data = ear.recv(zmq.NOBLOCK)
-        except zmq.Again:
+    def _take(self, rank: int, now_s: float) -> None:
+        newest = self._newest(rank)
+        if newest is None:
             return
-        outcome = self._hear(rank, data, now_s)
+        outcome = self._hear(rank, newest, now_s)
         if self._metrics:
             self._metrics.message(rank, outcome)
+
+    def _newest(self, rank: int) -> bytes | None:
+        ear, newest = self._sockets[rank], None
+        for _ in range(_MOST_QUEUED):
+            try:
+                newest = ear.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return newest
+        # ZeroMQ signals again only what comes after all has been read.
+        self._unread.add(rank)
+        return newest
 
     def _hear(self, rank: int, data: bytes, now_s: float) -> str:
         """Take one message in; what came of it, in the words of the metric."""
