@@ -5,12 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from vllm_calrouter.simulation.results import mean_and_error
 
 Run = dict[str, Any]
+
+#: Times a table shows, by column: the figure and its part.
+_TIMES = {
+    "TTFT P50": ("ttft_s", "p50"),
+    "TTFT P99": ("ttft_s", "p99"),
+    "TPOT P99": ("tpot_s", "p99"),
+    "pause P99": ("pause_s", "p99"),
+}
 
 
 def show(runs: Sequence[Run], console: Console | None = None) -> None:
@@ -27,11 +36,13 @@ def _figures(runs: Sequence[Run]) -> Table:
     table = Table(
         title=f"{first['workload']}, {first['prefill']} prefill + {first['decode']} "
         f"decode engines, {first['profile']}",
-        caption="goodput: share of requests in time; times in ms, P50 / P99",
+        caption="goodput: share of requests in time; times in ms of virtual time",
+        box=SIMPLE,
+        padding=(0, 0, 0, 1),
     )
     table.add_column("policy", no_wrap=True)
-    for name in ("seed", "requests", "goodput", *classes, "TTFT", "TPOT", "pause"):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in ("seed", "reqs", "goodput", *classes, *_TIMES):
+        table.add_column(name, justify="right")
     for run in runs:
         table.add_row(
             run["policy"],
@@ -39,17 +50,14 @@ def _figures(runs: Sequence[Run]) -> Table:
             str(run["requests"]),
             f"{run['goodput']:.3f}",
             *(f"{run['goodput_by_class'].get(name, 0):.3f}" for name in classes),
-            *(_pair(run[key]) for key in ("ttft_s", "tpot_s", "pause_s")),
+            *(_ms(run[key][part]) for key, part in _TIMES.values()),
         )
     return table
 
 
-def _pair(spread: dict[str, float | None]) -> str:
-    shown = [spread["p50"], spread["p99"]]
-    return " / ".join("-" if v is None else _ms(v) for v in shown)
-
-
-def _ms(seconds: float) -> str:
+def _ms(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
     return f"{1e3 * seconds:.{1 if seconds < 0.1 else 0}f}"
 
 
@@ -62,6 +70,7 @@ def _comparison(runs: Sequence[Run]) -> Table:
     table = Table(
         title=f"Paired with {base}, seed by seed",
         caption="mean and its standard error over seeds",
+        box=SIMPLE,
     )
     for name in ("policy", "goodput", f"less {base}'s", "TTFT P99, ms"):
         table.add_column(name, justify="left" if name == "policy" else "right")
