@@ -388,7 +388,7 @@ def test_steps_that_only_add_a_token_are_told_now_and_then(config: VllmConfig) -
     for _ in range(40):
         engine.step(QUIET_S / 10)
     assert 3 <= len(engine.told.messages) - before <= 5
-    assert engine.told.last.steps > 35
+    assert engine.told.last.steps > 30
 
 
 def test_what_changes_is_told_at_once(config: VllmConfig) -> None:
@@ -407,6 +407,27 @@ def test_what_changes_is_told_at_once(config: VllmConfig) -> None:
     engine.scheduler.finish_requests("r0", RequestStatus.FINISHED_ABORTED)
     engine.step(0.0)
     assert (engine.told.last.running, engine.told.last.waiting) == (8, 1)
+
+
+def test_an_end_that_nobody_waits_for_is_told_at_once(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add(range(10), 30)
+    engine.add(range(10), 30)
+    for _ in range(3):
+        engine.step(0.0)
+    engine.scheduler.finish_requests("r0", RequestStatus.FINISHED_ABORTED)
+    engine.step(0.0)
+    assert engine.told.last.running == 1
+
+
+def test_every_part_of_a_long_prompt_is_told(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add(range(300), 5)
+    told = []
+    for _ in range(4):
+        engine.step(0.0)
+        told.append(engine.told.last.prefill_tokens)
+    assert told == [300, 172, 44, 0]
 
 
 def test_requests_that_come_while_paused_are_told(config: VllmConfig) -> None:

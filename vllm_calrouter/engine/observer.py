@@ -117,7 +117,7 @@ class Observer:
         self._under_way: deque[tuple[int, int, int]] = deque()
         self._began_s = 0.0
         self._busy = False
-        #: Whether requests came or were admitted since the last message, and its time.
+        #: Whether anything but growth happened since the last message, and its time.
         self._changed = False
         self._told_s = 0.0
 
@@ -336,6 +336,7 @@ class Observer:
                 request
             ):
                 del self._prefilling[request_id]
+                self._changed = True
 
     def _to_come(self, request: Request) -> int:
         predicted = self._predicted.get(request.request_id)
@@ -374,7 +375,7 @@ class Observer:
             self._preempted = {
                 request_id: request
                 for request_id, request in self._preempted.items()
-                if _waits_preempted(request)
+                if _is_preempted(request)
             }
         if len(self._fresh) + len(self._preempted) == len(scheduler.waiting):
             return
@@ -382,7 +383,7 @@ class Observer:
             self._leave(request_id)
         self._preempted.clear()
         for request in scheduler.waiting:
-            if _waits_preempted(request):
+            if _is_preempted(request):
                 self._preempted[request.request_id] = request
             else:
                 self._enter(request)
@@ -515,11 +516,8 @@ def _is_remote(request: Request) -> bool:
     return bool(params and params.get("do_remote_prefill"))
 
 
-def _waits_preempted(request: Request) -> bool:
-    # With tokens computed it holds KV, which it read from afar, and waits elsewhere.
-    return bool(
-        request.status == RequestStatus.PREEMPTED and not request.num_computed_tokens
-    )
+def _is_preempted(request: Request) -> bool:
+    return bool(request.status == RequestStatus.PREEMPTED)
 
 
 def _prefill_end(request: Request) -> int:
