@@ -78,7 +78,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_token: bool = True
     order: str = FCFS
     decode_order: str = FCFS
-    late_share: Annotated[float, Meta(ge=0, le=1)] = 0.1
+    max_overtake_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     journal: str | None = None
     telemetry: str = "ipc"
@@ -116,8 +116,9 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 HELP = {
     "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
-    "profile": "calibrated, paper: what work costs on these engines; the name of a "
-    "shipped profile or a file. Without it an A40's figures stand in.",
+    "profile": "calibrated, paper, and every order but fcfs: what work costs on these "
+    "engines; the name of a shipped profile or a file. Without it an A40's figures "
+    "stand in.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "
@@ -128,8 +129,8 @@ HELP = {
     f"{', '.join(ORDERS)}.",
     "decode_order": "The same for engines that only decode: "
     f"{', '.join(DECODE_ORDERS)}.",
-    "late_share": "deadline: share of an engine's time that requests which can no "
-    "longer be in time get at least, the oldest first.",
+    "max_overtake_s": "deadline: seconds of prompts that came later and may go ahead "
+    "of a request; it waits at most so much longer than in vLLM's own order.",
     "kv_load_failure": "recompute or fail: what a decode engine does with a request "
     "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",

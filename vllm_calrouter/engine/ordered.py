@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.request_queue import (
@@ -120,9 +120,8 @@ class Reader:
 
     def _note_spare(self, spare_s: float) -> None:
         spare_s = max(0.0, spare_s)
-        if self._spare_s is None:
-            self._spare_s = spare_s
-        self._spare_s += (spare_s - self._spare_s) / _MEMORY
+        typical_s = spare_s if self._spare_s is None else self._spare_s
+        self._spare_s = typical_s + (spare_s - typical_s) / _MEMORY
 
 
 class Ordering:
@@ -131,7 +130,7 @@ class Ordering:
     Args:
         scheduler: vLLM's, whose waiting queue is replaced.
         order: name of the order.
-        late_share: of `Deadline`.
+        max_overtake_s: of `Deadline`; None: no bound.
         costs: of this engine.
         clock: seconds.
     """
@@ -141,20 +140,22 @@ class Ordering:
         scheduler: Any,
         *,
         order: str,
-        late_share: float,
+        max_overtake_s: float | None,
         costs: EngineCosts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._costs = costs
         self._clock = clock
         self._reader = Reader(scheduler, costs, clock)
-        self._cuts_steps = order == "deadline"
+        # Without chunks vLLM leaves a prompt that does not fit, and all behind it.
+        chunks = scheduler.scheduler_config.enable_chunked_prefill
+        self._cuts_steps = order == "deadline" and chunks
         #: When the steps under way are expected to have ended.
         self._free_s = clock()
         self._under_way: deque[float] = deque()
         self._queue = OrderedQueue(
             self._reader.read,
-            lambda: Deadline(late_share) if order == "deadline" else ShortFirst(),
+            lambda: Deadline(max_overtake_s) if order == "deadline" else ShortFirst(),
             by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
         )
         scheduler.waiting = self._queue
@@ -194,10 +195,10 @@ class Ordering:
         """The next step as it would be without any of those that wait."""
         step = Step(
             costs=self._costs,
-            start_s=max(now_s, self._free_s) if self._under_way else now_s,
+            price=self._reader.price,
+            start_s=self._start_s(now_s),
             seqs_left=seqs_left,
             tokens_left=most,
-            jobs=[],
         )
         for request in scheduler.running:
             done = request.num_computed_tokens
@@ -216,10 +217,8 @@ class Ordering:
         self._queue.end_step()
         if not output.total_num_scheduled_tokens:
             return
-        now_s = self._clock()
-        start_s = max(now_s, self._free_s) if self._under_way else now_s
         seconds = self._seconds(output, scheduler)
-        self._free_s = start_s + seconds
+        self._free_s = self._start_s(self._clock()) + seconds
         self._under_way.append(seconds)
 
     def step_done(self, output: SchedulerOutput) -> None:
@@ -227,6 +226,13 @@ class Ordering:
         if output.total_num_scheduled_tokens and self._under_way:
             self._under_way.popleft()
             self._free_s = self._clock() + sum(self._under_way)
+
+    def _start_s(self, now_s: float) -> float:
+        """When a step that is put together now starts: not before those under way end.
+
+        vLLM schedules ahead where it is asynchronous or its pipeline has stages.
+        """
+        return max(now_s, self._free_s) if self._under_way else now_s
 
     def _seconds(self, output: SchedulerOutput, scheduler: Any) -> float:
         prefill_tokens = squares = seqs = context = 0
@@ -283,7 +289,7 @@ def ordered(scheduler_class: type) -> type:
 def order_queue(
     scheduler: Any,
     order: str,
-    late_share: float,
+    max_overtake_s: float | None,
     costs: EngineCosts,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -299,7 +305,7 @@ def order_queue(
         )
         return
     scheduler.ordering = Ordering(
-        scheduler, order=order, late_share=late_share, costs=costs, clock=clock
+        scheduler, order=order, max_overtake_s=max_overtake_s, costs=costs, clock=clock
     )
 
 
@@ -317,8 +323,8 @@ def _run(step: Step, done: int, tokens: int) -> None:
         step.squares += end * end - done * done
 
 
-def _is_seconds(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+def _is_seconds(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _is_remote(request: Request) -> bool:

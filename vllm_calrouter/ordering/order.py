@@ -15,9 +15,6 @@ class Order(ABC):
     `add` if the step had no place for them.
     """
 
-    #: Whether a step may hold less than vLLM's limit, to be over sooner.
-    cuts_steps = False
-
     def __init__(self) -> None:
         self._last_ticket = 0
 
@@ -46,6 +43,6 @@ class Order(ABC):
     def jobs(self) -> list[Job]:
         """All jobs that wait and are not handed out, in order."""
 
-    def served(self, job: Job) -> None:
-        """A job was handed out, and ran."""
+    def left(self, job: Job) -> None:
+        """A job was removed for good: it runs, or nobody wants it any more."""
         return

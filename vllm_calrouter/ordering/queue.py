@@ -66,6 +66,7 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
         for _, level in sorted(self._levels.items()):
             for job in level.returned:
                 if step.has_room:
+                    step.price(job)
                     step.put(job)
             if step.has_room:
                 level.order.take(step)
@@ -77,7 +78,7 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
         """The step is put together: who was taken out and did not return, runs."""
         for job in self._popped.values():
             if job.home is not None:
-                job.home.served(job)
+                job.home.left(job)
         self._popped.clear()
 
     def add_request(self, request: Request) -> None:
@@ -126,6 +127,8 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
             if job is not None:
                 self._forget(job)
                 gone.add(job.number)
+                if job.home is not None:
+                    job.home.left(job)
         if gone and self._front:
             self._front = deque(j for j in self._front if j.number not in gone)
 

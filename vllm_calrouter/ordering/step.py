@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from vllm_calrouter.calibration import EngineCosts
 from vllm_calrouter.ordering.job import Job
@@ -15,6 +16,7 @@ class Step:
 
     Fields:
         costs: of this engine.
+        price: brings a job's tokens and cost up to date; what is cached changes.
         start_s: when the step will start, on the engine's clock.
         seqs_left, tokens_left: sequences and tokens that vLLM's limits still allow.
         prefill_tokens, squares: prompt tokens in the step, and `EngineCosts.step_s`'s
@@ -27,6 +29,7 @@ class Step:
     """
 
     costs: EngineCosts
+    price: Callable[[Job], None]
     start_s: float
     seqs_left: int
     tokens_left: int
@@ -34,7 +37,7 @@ class Step:
     squares: int = 0
     decode_seqs: int = 0
     context_tokens: int = 0
-    jobs: list[Job]
+    jobs: list[Job] = field(default_factory=list)
     job_tokens: int = 0
     end_by_s: float = math.inf
     full: bool = False
@@ -54,7 +57,7 @@ class Step:
         )
 
     def put(self, job: Job) -> None:
-        """Put a job in."""
+        """Put a priced job in."""
         tokens = min(job.tokens, self.tokens_left)
         self.jobs.append(job)
         self.prefill_tokens += tokens
