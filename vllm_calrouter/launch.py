@@ -38,7 +38,6 @@ _POLICY_KEYS = {
     "length_threshold_tokens": ("length_threshold",),
     "long_share": ("length_threshold",),
     "seed": ("power_of_two",),
-    "profile": opt.PRICING_POLICIES,
 }
 
 #: Keys that mean something only where prefill has engines of its own.
@@ -101,6 +100,20 @@ def _written_config(args: Namespace) -> dict[str, Any]:
 
 
 def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
+    orders = {options.order, options.decode_order}
+    if "max_overtake_s" in config and "deadline" not in orders:
+        raise OptionError(
+            "--router-config.max_overtake_s has no effect without deadlines: drop it "
+            "or write --router-config.order deadline"
+        )
+    priced = options.policy in opt.PRICING_POLICIES or orders != {opt.FCFS}
+    if "profile" in config and not priced:
+        raise OptionError(
+            "--router-config.profile has no effect under the policy "
+            f"{options.policy} and the order {opt.FCFS}: drop it or write "
+            f"--router-policy {' or '.join(opt.PRICING_POLICIES)}, or "
+            "--router-config.order short_first or deadline"
+        )
     for key, policies in _POLICY_KEYS.items():
         if key in config and options.policy not in policies:
             raise OptionError(

@@ -16,6 +16,8 @@ VERSION = 1
 
 #: Under this key a leg's `extra_args` say whose it is: {"router": uid, "booking":
 #: number, "output_tokens": predicted length}. Its engine echoes the highest booking.
+#: Where engines order what waits also "sent_s", the router's monotonic clock, and
+#: "deadline_s", the seconds that were left then to the first token, below 0 if overdue.
 BOOKING = "calrouter"
 
 #: No message is near this; a longer one is refused unread.

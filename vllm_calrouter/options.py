@@ -30,6 +30,13 @@ POLICIES = (
 #: Those that price placements in seconds.
 PRICING_POLICIES = ("calibrated", "paper")
 
+#: vLLM's own order of what waits: nothing is hooked.
+FCFS = "fcfs"
+
+#: What engines that compute prompts may serve by, and engines that only decode.
+ORDERS = (FCFS, "short_first", "deadline")
+DECODE_ORDERS = (FCFS, "deadline")
+
 PREDICTORS = ("hint", "constant", "max_tokens", "online", "oracle", "noisy")
 
 _Count = Annotated[int, Meta(ge=1)]
@@ -69,6 +76,9 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
+    order: str = FCFS
+    decode_order: str = FCFS
+    max_overtake_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     journal: str | None = None
     telemetry: str = "ipc"
@@ -99,17 +109,28 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
         return {name: value for name, value in limits.items() if value is not None}
 
+    def order_of(self, role: Literal["prefill", "decode", "both"]) -> str:
+        """In which order the engines of a role serve what waits."""
+        return self.decode_order if role == "decode" else self.order
+
 
 HELP = {
     "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
-    "profile": "calibrated, paper: what work costs on these engines; the name of a "
-    "shipped profile or a file. Without it an A40's figures stand in.",
+    "profile": "calibrated, paper, and every order but fcfs: what work costs on these "
+    "engines; the name of a shipped profile or a file. Without it an A40's figures "
+    "stand in.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "
     "reports healthy.",
     "first_token": "on or off: send a request's first token straight from its prefill "
     "engine, where that is exact. Off: every token comes from the decode engine.",
+    "order": "In which order an engine that computes prompts serves those that wait: "
+    f"{', '.join(ORDERS)}.",
+    "decode_order": "The same for engines that only decode: "
+    f"{', '.join(DECODE_ORDERS)}.",
+    "max_overtake_s": "deadline: seconds of prompts that came later and may go ahead "
+    "of a request; it waits at most so much longer than in vLLM's own order.",
     "kv_load_failure": "recompute or fail: what a decode engine does with a request "
     "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",
@@ -178,8 +199,18 @@ def parse(config: Mapping[str, Any]) -> RouterOptions:
             f"unknown predictor {options.predictor!r}: "
             f"write --router-config.predictor with one of {', '.join(PREDICTORS)}"
         )
+    _check_order("order", options.order, ORDERS)
+    _check_order("decode_order", options.decode_order, DECODE_ORDERS)
     _check_slo_names(options)
     return options
+
+
+def _check_order(key: str, order: str, known: tuple[str, ...]) -> None:
+    if order not in known:
+        raise OptionError(
+            f"unknown order {order!r}: write --router-config.{key} with one of "
+            f"{', '.join(known)}"
+        )
 
 
 def _check_slo_names(options: RouterOptions) -> None:

@@ -21,8 +21,9 @@ Wrapped here:
 ===============================================  =====================================
 
 Extended elsewhere, by subclass, with the names each subclass uses listed in `NEEDS`:
-`router/client.py` (the data-parallel client), `engine/observer.py` (the scheduler)
-and `engine/connector.py` (NIXL). A hook of vLLM's own for any of these lets the
+`router/client.py` (the data-parallel client), `engine/observer.py` and
+`engine/ordered.py` (the scheduler), `ordering/queue.py` (its waiting queue) and
+`engine/connector.py` (NIXL). A hook of vLLM's own for any of these lets the
 matching row go.
 """
 
@@ -79,7 +80,27 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler", ("schedule",)),
     ("vllm.v1.request", "RequestStatus", ("PREEMPTED", "WAITING_FOR_REMOTE_KVS")),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager", ("get_blocks",)),
+    (
+        "vllm.v1.core.kv_cache_manager",
+        "KVCacheManager",
+        ("get_blocks", "get_computed_blocks"),
+    ),
+    (
+        "vllm.v1.core.sched.request_queue",
+        "RequestQueue",
+        (
+            "add_request",
+            "pop_request",
+            "peek_request",
+            "prepend_request",
+            "prepend_requests",
+            "remove_request",
+            "remove_requests",
+        ),
+    ),
+    ("vllm.v1.core.sched.request_queue", "FCFSRequestQueue", ()),
+    ("vllm.v1.core.sched.request_queue", "PriorityRequestQueue", ()),
+    ("vllm.v1.core.sched.request_queue", "", ("create_request_queue",)),
     (
         "vllm.distributed.kv_transfer.kv_connector.v1.nixl",
         "NixlPullConnector",
@@ -288,7 +309,9 @@ def _activate(config: VllmConfig, options: RouterOptions) -> None:
         config.kv_transfer_config.kv_connector = "NixlConnector"
         config.kv_transfer_config.kv_connector_module_path = launch.CONNECTOR_MODULE
         config.kv_transfer_config.kv_load_failure_policy = options.kv_load_failure
-    _install_scheduler(config, tells=options.telemetry != transport.OFF)
+    tells = options.telemetry != transport.OFF
+    orders = not options.order == options.decode_order == opt.FCFS
+    _install_scheduler(config, extends=tells or orders)
     _install_client()
     _install_endpoints()
     _install_wishes(options)
@@ -304,26 +327,27 @@ def _check_vllm() -> None:
         )
 
 
-def _install_scheduler(config: VllmConfig, *, tells: bool) -> None:
+def _install_scheduler(config: VllmConfig, *, extends: bool) -> None:
     chosen = config.scheduler_config.scheduler_cls
     if chosen == _SCHEDULER:
         return
-    if chosen is not None and tells:
-        _check_observable(config.scheduler_config.get_scheduler_cls())
+    if chosen is not None and extends:
+        _check_extensible(config.scheduler_config.get_scheduler_cls())
     if chosen is not None and not isinstance(chosen, str):
         chosen = f"{chosen.__module__}.{chosen.__qualname__}"
     config.additional_config[CONFIG_KEY + "_scheduler"] = chosen
     config.scheduler_config.scheduler_cls = _SCHEDULER
 
 
-def _check_observable(scheduler: type) -> None:
+def _check_extensible(scheduler: type) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     if not issubclass(scheduler, Scheduler):
         raise OptionError(
             f"{scheduler.__name__} does not derive from vLLM's Scheduler, so that "
-            "engines cannot tell what they hold: drop --scheduler-cls or write "
-            "--router-config.telemetry off"
+            "engines can neither tell what they hold nor order it: drop "
+            "--scheduler-cls, or write --router-config.telemetry off and "
+            f"--router-config.order {opt.FCFS}"
         )
 
 

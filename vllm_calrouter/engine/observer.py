@@ -126,7 +126,7 @@ class Observer:
     def added(self, request: Request) -> None:
         """A request, or the next part of a streaming session, was added."""
         self._changed = True
-        booking = _booking(request)
+        booking = booking_of(request)
         if booking is not None:
             self._note_booking(request, booking)
         if self._scheduler.requests.get(request.request_id) is request:
@@ -499,7 +499,7 @@ def observed(scheduler_class: type) -> type:
     return type(name, (_Observed, scheduler_class), {})
 
 
-def _booking(request: Request) -> dict[str, Any] | None:
+def booking_of(request: Request) -> dict[str, Any] | None:
     """What the leg's router wrote on it."""
     params = request.sampling_params
     extra = params.extra_args if params else request.pooling_params.extra_kwargs

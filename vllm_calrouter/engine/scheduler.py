@@ -1,37 +1,66 @@
-"""The hook on an engine's scheduler: limits by role, and the state an engine tells."""
+"""The hook on an engine's scheduler: limits by role, the order of what waits, and the
+state an engine tells."""
 
 from __future__ import annotations
 
 import importlib
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_calrouter import transport
 from vllm_calrouter.engine.observer import Observer, observed
+from vllm_calrouter.engine.ordered import order_queue, ordered
 from vllm_calrouter.engine.publisher import Publisher
 from vllm_calrouter.keys import load_keys
 from vllm_calrouter.messages import Role
-from vllm_calrouter.options import CONFIG_KEY, RouterOptions
+from vllm_calrouter.options import CONFIG_KEY, FCFS, RouterOptions
+from vllm_calrouter.placement.costs import engine_costs
 from vllm_calrouter.seam import add_engine_utility, router_options
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_calrouter.calibration import EngineCosts
+
 STATE_UTILITY = "calrouter_state"
 
 
-def build_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> Any:
-    """What vLLM calls as the scheduler class: the class in use, under our limits."""
+def build_scheduler(
+    vllm_config: VllmConfig,
+    *,
+    costs: EngineCosts | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    **kwargs: Any,
+) -> Any:
+    """What vLLM calls as the scheduler class: the class in use, under our limits.
+
+    Args:
+        vllm_config: vLLM's, with the router's options in it.
+        costs: of this engine; those of the options' profile without it.
+        clock: seconds, by which deadlines are kept.
+        kwargs: vLLM's, for the scheduler class.
+
+    Raises:
+        ProfileError: the options' profile cannot be used.
+    """
     options = router_options(vllm_config)
     assert options is not None, "this scheduler is chosen by the router only"
     tells = options.telemetry != transport.OFF
     scheduler_class = _base_class(vllm_config)
+    rank = vllm_config.parallel_config.data_parallel_index
+    order = options.order_of(role_of(rank, options))
+    if order != FCFS:
+        scheduler_class = ordered(scheduler_class)
     if tells:
         scheduler_class = observed(scheduler_class)
     scheduler = scheduler_class(vllm_config=vllm_config, **kwargs)
-    rank = vllm_config.parallel_config.data_parallel_index
     if options.prefill:
         limits = options.role_limits(prefill=rank < options.prefill)
         apply_limits(scheduler, limits)
+    if order != FCFS:
+        costs = costs or engine_costs(options, rank + 1)[rank]
+        order_queue(scheduler, order, options.max_overtake_s, costs, clock)
     if tells:
         observe(scheduler, options, rank)
     add_engine_utility(STATE_UTILITY, engine_state)

@@ -24,12 +24,13 @@ from vllm.v1.engine import (
 )
 
 from vllm_calrouter._core import Phase
-from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.options import FCFS, RouterOptions
 from vllm_calrouter.placement import Choice, Limits, Placer, Pools
 from vllm_calrouter.predictors import Features, make_predictor
 from vllm_calrouter.records import belongs_to
 from vllm_calrouter.router import legs
 from vllm_calrouter.router import wishes as wish
+from vllm_calrouter.router.deadlines import Deadlines
 from vllm_calrouter.router.first_token import FirstToken
 from vllm_calrouter.router.journey import Journey, Stage
 from vllm_calrouter.router.metrics import RouterMetrics
@@ -111,6 +112,8 @@ class Router:
         self._first_token = first_token or FirstToken(enabled=options.first_token)
         self.predictor = make_predictor(options, index)
         self._rules = Rules(options)
+        self._orders = not options.order == options.decode_order == FCFS
+        self._deadlines = Deadlines(options, engines, costs)
         self._numbers = itertools.count()
         self._ended: deque[_Ended] = deque(maxlen=_MOST_REMEMBERED)
         self._journal = journal
@@ -173,11 +176,12 @@ class Router:
             given=("warm_up", pair[0]) if pair else None,
         )
         bypass = self._first_token.why_not(request)
+        deadline_s = self._deadlines.prefill_s(wishes, tokens, early=bypass is None)
         booking = self._book(choice, tokens, 1)
         leg = legs.prefill_leg(
             request,
             choice.rank,
-            self._name(booking, 1),
+            self._name(booking, 1, deadline_s),
             first_token=bypass is None,
         )
         journey = Journey(
@@ -248,7 +252,8 @@ class Router:
         self._by_request[request.request_id] = journey
         if self.metrics and cause is not None:
             self.metrics.one_leg(cause)
-        return legs.one_leg(request, choice.rank, self._name(booking, predicted))
+        named = self._name(booking, predicted, wishes.ttft_s)
+        return legs.one_leg(request, choice.rank, named)
 
     def _features(self, request: EngineCoreRequest) -> tuple[Wishes, Features]:
         """What a request wishes for, and what is known of its output beforehand."""
@@ -320,9 +325,16 @@ class Router:
         self._tell_load(choice)
         return booking
 
-    def _name(self, booking: int, output: int) -> dict[str, Any]:
+    def _name(
+        self, booking: int, output: int, deadline_s: float | None
+    ) -> dict[str, Any]:
         """What a leg tells its engine of its booking (`messages.BOOKING`)."""
-        return {"router": self.uid, "booking": booking, "output_tokens": output}
+        named = {"router": self.uid, "booking": booking, "output_tokens": output}
+        if self._orders:
+            named["sent_s"] = self._clock()
+            if deadline_s is not None:
+                named["deadline_s"] = deadline_s
+        return named
 
     def _release(self, journey: Journey) -> None:
         if journey.booking is None:
@@ -460,11 +472,12 @@ class Router:
             if self.metrics:
                 self.metrics.handover_without_kv()
         tokens, predicted = journey.prompt_tokens, journey.predicted_tokens
+        slo_s = journey.targets_left_s(self._clock(), early=first_token is not None)
         choice = self._choose(
             Phase.DECODE,
             tokens,
             predicted,
-            slo_s=journey.targets_left_s(self._clock(), early=first_token is not None),
+            slo_s=slo_s,
             given=journey.given_decode,
         )
         journey.choices.append(choice)
@@ -473,7 +486,7 @@ class Router:
         journey.leg_id = journey.request.request_id
         journey.booking = self._book(choice, tokens, predicted)
         journey.sent_early = first_token is not None
-        named = self._name(journey.booking, predicted)
+        named = self._name(journey.booking, predicted, slo_s[0])
         return legs.decode_leg(
             journey.request, choice.rank, named, journey.unread_kv, first_token
         )

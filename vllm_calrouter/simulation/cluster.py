@@ -69,6 +69,7 @@ class Cluster:
             requests and KV use every 0.1.
         message_s, message_age_s: seconds between two messages of an engine's own, for
             policies that price, and how late they are heard.
+        tells_slo: whether requests state their targets.
     """
 
     def __init__(
@@ -82,11 +83,17 @@ class Cluster:
         report_s: float = 0.1,
         message_s: float = 0.02,
         message_age_s: float = 0.001,
+        tells_slo: bool = True,
         every_step: bool = False,
     ) -> None:
         self.limits = limits or Limits()
         self.now_s = 0.0
         self._slo = slo
+
+        def clock() -> float:
+            return self.now_s
+
+        self._tells_slo = tells_slo
         self._report_s = report_s
         self._message_s = message_s
         self._message_age_s = message_age_s
@@ -95,7 +102,7 @@ class Cluster:
         self.engines = [
             Engine(
                 rank,
-                schedulers.make(rank, cost.kv_capacity_tokens),
+                schedulers.make(rank, cost, clock),
                 cost,
                 schedulers.block_hasher,
                 every_step=every_step,
@@ -116,7 +123,7 @@ class Cluster:
                         self.limits.max_num_seqs, self.limits.max_num_batched_tokens
                     ),
                 ),
-                clock=lambda: self.now_s,
+                clock=clock,
             )
             for index in range(routers)
         ]
@@ -194,7 +201,7 @@ class Cluster:
 
     def _arrive(self, one: Served) -> None:
         router = self.routers[one.number % len(self.routers)]
-        request = _request(one)
+        request = _request(one, tells_slo=self._tells_slo)
         self._served[request.request_id] = one
         router.placer.report(self._counts)
         self._send(router, router.begin(request))
@@ -304,15 +311,16 @@ def _check_tokens(one: Served) -> None:
         raise SimulationError(f"request {one.number} got {told} of {asked} tokens")
 
 
-def _request(one: Served) -> EngineCoreRequest:
-    """The request as an API server makes it; wishes are in `vllm_xargs`' place."""
+def _request(one: Served, *, tells_slo: bool) -> EngineCoreRequest:
+    """The request as an API server makes it; wishes are in `vllm_xargs`' place.
+
+    Its class is told as figures: the server of a simulation knows no classes by name.
+    """
     arrival = one.arrival
-    wishes = {
-        "slo": arrival.slo,
-        "slo_ttft_ms": 1e3 * one.ttft_target_s,
-        "slo_tpot_ms": 1e3 * one.tpot_target_s,
-        "true_output_tokens": arrival.output_tokens,
-    }
+    wishes: dict[str, float] = {"true_output_tokens": arrival.output_tokens}
+    if tells_slo:
+        wishes["slo_ttft_ms"] = 1e3 * one.ttft_target_s
+        wishes["slo_tpot_ms"] = 1e3 * one.tpot_target_s
     if arrival.hinted_tokens:
         wishes["output_tokens"] = arrival.hinted_tokens
     name = f"{one.number}"

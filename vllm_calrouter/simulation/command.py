@@ -85,6 +85,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     hash_block_tokens: int
     skip_too_long: bool
     slo_mix: str | None
+    slo_targets: bool
     length_hints: bool
     length_error: float
     profile: str
@@ -145,6 +146,12 @@ _PLURAL = " May be given several times, to compare."
     "--slo-mix",
     metavar="CLASS=WEIGHT,...",
     help="Classes of the profile by weight; tight=1,loose=1 without it.",
+)
+@click.option(
+    "--slo-targets/--no-slo-targets",
+    default=True,
+    show_default=True,
+    help="Whether clients state the targets of their class.",
 )
 @click.option(
     "--length-hints/--no-length-hints",
@@ -438,6 +445,7 @@ def _run(
             limits=limits,
             routers=setup.routers,
             report_s=setup.report_ms / 1e3,
+            tells_slo=setup.slo_targets,
         )
         began = time.perf_counter()
         title = f"{options.policy}, seed {seed}"

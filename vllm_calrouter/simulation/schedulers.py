@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from vllm_calrouter.calibration import EngineCosts
     from vllm_calrouter.messages import EngineMessage
 
 #: A model vLLM can read the configuration of. Nothing of it is ever computed, and its
@@ -120,11 +121,14 @@ class Schedulers:
             init_none_hash(hash_block)
             self.block_hasher = get_request_block_hasher(block_tokens, hash_block)
 
-    def make(self, rank: int, kv_tokens: int) -> Any:
-        """The scheduler of one engine that holds `kv_tokens` tokens of KV cache."""
-        blocks = kv_tokens // self._block_tokens + 1  # one is the null block
+    def make(self, rank: int, costs: EngineCosts, clock: Callable[[], float]) -> Any:
+        """The scheduler of one engine with these constants, on the cluster's clock."""
+        # One is the null block.
+        blocks = costs.kv_capacity_tokens // self._block_tokens + 1
         scheduler = build_scheduler(
             self._config_of(rank, blocks),
+            costs=costs,
+            clock=clock,
             kv_cache_config=self._kv_cache(blocks),
             structured_output_manager=self._structured_output,
             block_size=self._block_tokens,

@@ -1,0 +1,332 @@
+"""The hook that keeps an engine's waiting queue in an order of ours.
+
+`ordered` extends the scheduler class in use. Before each step the `Ordering` behind it
+chooses who goes next and how many tokens the step may hold; vLLM's `schedule` then does
+what it always does, on our queue and under that limit.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.request_queue import (
+    FCFSRequestQueue,
+    PriorityRequestQueue,
+    SchedulingPolicy,
+    create_request_queue,
+)
+
+from vllm_calrouter.engine.observer import booking_of
+from vllm_calrouter.ordering import Deadline, Job, ShortFirst, Step
+from vllm_calrouter.ordering.queue import OrderedQueue
+from vllm_calrouter.ordering.short_first import urgency_s
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+    from vllm_calrouter.calibration import EngineCosts
+
+logger = init_logger("vllm.calrouter")
+
+#: Requests with a deadline after which an older one weighs 1/e in what is typical.
+_MEMORY = 50
+
+
+class Reader:
+    """Makes jobs of requests.
+
+    A request without a deadline counts as one that has as much time to spare as those
+    with one have on average; where none has one, as `ShortFirst` would order it.
+
+    Args:
+        scheduler: vLLM's; knows what of a prompt is cached.
+        costs: of this engine.
+        clock: seconds; the routers' own where they are on this host.
+    """
+
+    def __init__(
+        self, scheduler: Any, costs: EngineCosts, clock: Callable[[], float]
+    ) -> None:
+        self._costs = costs
+        self._clock = clock
+        self._manager = scheduler.kv_cache_manager
+        self._numbers = count(1)
+        self._spare_s: float | None = None
+        #: When the engine last looked for new requests.
+        self.looked_s = clock()
+
+    def read(self, request: Request) -> Job:
+        """What an order has to know of a request that comes to wait now."""
+        now_s = self._clock()
+        booking = booking_of(request) or {}
+        sent_s = now_s - self._age_s(booking.get("sent_s"), now_s)
+        job = Job(
+            request=request,
+            number=next(self._numbers),
+            arrived_s=sent_s,
+            tokens=0,
+            squares=0,
+            cost_s=0.0,
+        )
+        self.price(job)
+        left_s = booking.get("deadline_s")
+        if _is_seconds(left_s):
+            job.deadline_s = job.urgency_s = sent_s + left_s
+            self._note_spare(left_s - job.cost_s)
+        elif self._spare_s is None:
+            job.urgency_s = urgency_s(sent_s, job.cost_s)
+        else:
+            job.deadline_s = job.urgency_s = sent_s + job.cost_s + self._spare_s
+        return job
+
+    def price(self, job: Job) -> None:
+        """Note what of a prompt is to be computed here, and what that costs."""
+        request = job.request
+        end = request.num_tokens
+        if _is_remote(request):
+            # All but the last token comes from elsewhere.
+            cached, job.cost_s = end - 1, self._costs.transfer_s(end)
+        else:
+            cached, job.cost_s = self._cached_tokens(request), 0.0
+        job.tokens = end - cached
+        job.squares = end * end - cached * cached
+        job.cost_s += self._costs.step_s(job.tokens, job.squares, 0, 0)
+
+    def _cached_tokens(self, request: Request) -> int:
+        manager = self._manager
+        if getattr(manager, "enable_kv_cache_events", False):
+            # A look-up would tell of a reuse that did not happen yet.
+            return 0
+        tokens: int = manager.get_computed_blocks(request)[1]
+        return tokens
+
+    def _age_s(self, sent_s: Any, now_s: float) -> float:
+        """How long a request was on its way: steps last, and it waits for one to end.
+
+        Not longer than since the engine last looked, whatever another machine's clock
+        says.
+        """
+        if not _is_seconds(sent_s):
+            return 0.0
+        age_s: float = min(now_s - sent_s, now_s - self.looked_s)
+        return max(0.0, age_s)
+
+    def _note_spare(self, spare_s: float) -> None:
+        spare_s = max(0.0, spare_s)
+        typical_s = spare_s if self._spare_s is None else self._spare_s
+        self._spare_s = typical_s + (spare_s - typical_s) / _MEMORY
+
+
+class Ordering:
+    """Orders one engine's waiting queue; every method runs in its main thread.
+
+    Args:
+        scheduler: vLLM's, whose waiting queue is replaced.
+        order: name of the order.
+        max_overtake_s: of `Deadline`; None: no bound.
+        costs: of this engine.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        order: str,
+        max_overtake_s: float | None,
+        costs: EngineCosts,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._costs = costs
+        self._clock = clock
+        self._reader = Reader(scheduler, costs, clock)
+        # Without chunks vLLM leaves a prompt that does not fit, and all behind it.
+        chunks = scheduler.scheduler_config.enable_chunked_prefill
+        self._cuts_steps = order == "deadline" and chunks
+        #: When the steps under way are expected to have ended.
+        self._free_s = clock()
+        self._under_way: deque[float] = deque()
+        self._queue = OrderedQueue(
+            self._reader.read,
+            lambda: Deadline(max_overtake_s) if order == "deadline" else ShortFirst(),
+            by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
+        )
+        scheduler.waiting = self._queue
+
+    def begin_step(self, scheduler: Any) -> int:
+        """Choose who goes next; returns the tokens that the step may hold.
+
+        A fault of an order's own must not cost a request: it is logged, and vLLM's own
+        queue takes over.
+        """
+        most: int = scheduler.max_num_scheduled_tokens
+        now_s = self._clock()
+        self._reader.looked_s = now_s
+        try:
+            return self._choose(scheduler, now_s, most)
+        except Exception:
+            logger.exception("this engine serves in vLLM's own order from now on")
+            self.step_aside(scheduler)
+            return most
+
+    def _choose(self, scheduler: Any, now_s: float, most: int) -> int:
+        seqs_left = scheduler.max_num_active_reqs - len(scheduler.running)
+        if not self._queue or seqs_left <= 0:
+            return most
+        step = self._step_under(scheduler, now_s, seqs_left, most)
+        needed = most - step.tokens_left
+        if step.tokens_left <= 0:
+            return most
+        self._queue.begin_step(step)
+        if not self._cuts_steps or not step.job_tokens:
+            return most
+        return min(most, needed + step.job_tokens)
+
+    def _step_under(
+        self, scheduler: Any, now_s: float, seqs_left: int, most: int
+    ) -> Step:
+        """The next step as it would be without any of those that wait."""
+        step = Step(
+            costs=self._costs,
+            price=self._reader.price,
+            start_s=self._start_s(now_s),
+            seqs_left=seqs_left,
+            tokens_left=most,
+        )
+        for request in scheduler.running:
+            done = request.num_computed_tokens
+            tokens = request.num_tokens_with_spec + request.num_output_placeholders
+            _run(step, done, min(tokens - done, step.tokens_left))
+        # Those whose KV cache has come go before all that wait without one.
+        for request in scheduler.kv_holding_waiting:
+            done = request.num_computed_tokens
+            tokens = max(1, request.num_tokens - done) + scheduler.num_spec_tokens
+            _run(step, done, min(tokens, step.tokens_left))
+            step.seqs_left -= 1
+        return step
+
+    def end_step(self, output: SchedulerOutput, scheduler: Any) -> None:
+        """A step was put together."""
+        self._queue.end_step()
+        if not output.total_num_scheduled_tokens:
+            return
+        seconds = self._seconds(output, scheduler)
+        self._free_s = self._start_s(self._clock()) + seconds
+        self._under_way.append(seconds)
+
+    def step_done(self, output: SchedulerOutput) -> None:
+        """The results of a step are there."""
+        if output.total_num_scheduled_tokens and self._under_way:
+            self._under_way.popleft()
+            self._free_s = self._clock() + sum(self._under_way)
+
+    def _start_s(self, now_s: float) -> float:
+        """When a step that is put together now starts: not before those under way end.
+
+        vLLM schedules ahead where it is asynchronous or its pipeline has stages.
+        """
+        return max(now_s, self._free_s) if self._under_way else now_s
+
+    def _seconds(self, output: SchedulerOutput, scheduler: Any) -> float:
+        prefill_tokens = squares = seqs = context = 0
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            # vLLM has advanced it already: this is where the step ends.
+            end = scheduler.requests[request_id].num_computed_tokens
+            if tokens == 1:
+                seqs, context = seqs + 1, context + end
+            else:
+                prefill_tokens += tokens
+                squares += end * end - (end - tokens) ** 2
+        return self._costs.step_s(prefill_tokens, squares, seqs, context)
+
+    def step_aside(self, scheduler: Any) -> None:
+        """Give everybody who waits back to a queue of vLLM's own."""
+        plain = create_request_queue(scheduler.policy)
+        jobs = sorted(self._queue.all_jobs(), key=lambda job: job.number)
+        for job in jobs:
+            plain.add_request(job.request)
+        scheduler.waiting = plain
+        scheduler.ordering = None
+
+
+class _Ordered:
+    """Goes before a scheduler class; lets its ordering choose before each step."""
+
+    ordering: Ordering | None = None
+    max_num_scheduled_tokens: int
+
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        if self.ordering is None:
+            return super().schedule(*args, **kwargs)  # type: ignore[misc]
+        most: int = self.max_num_scheduled_tokens
+        self.max_num_scheduled_tokens = self.ordering.begin_step(self)
+        try:
+            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.max_num_scheduled_tokens = most
+        if self.ordering is not None:
+            self.ordering.end_step(output, self)
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+        if self.ordering is not None:
+            self.ordering.step_done(scheduler_output)
+        return super().update_from_output(scheduler_output, *args)  # type: ignore[misc]
+
+
+def ordered(scheduler_class: type) -> type:
+    """The class, with an `ordering` that chooses who goes next once it is set."""
+    return type(f"Ordered{scheduler_class.__name__}", (_Ordered, scheduler_class), {})
+
+
+def order_queue(
+    scheduler: Any,
+    order: str,
+    max_overtake_s: float | None,
+    costs: EngineCosts,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Let an engine serve in this order from now on.
+
+    A scheduler class that brings a queue of its own keeps it, and says so.
+    """
+    if type(scheduler.waiting) not in (FCFSRequestQueue, PriorityRequestQueue):
+        logger.warning(
+            "this engine's scheduler has a %s of its own: the order %s steps aside",
+            type(scheduler.waiting).__name__,
+            order,
+        )
+        return
+    scheduler.ordering = Ordering(
+        scheduler, order=order, max_overtake_s=max_overtake_s, costs=costs, clock=clock
+    )
+
+
+def _run(step: Step, done: int, tokens: int) -> None:
+    """Add to a step what one request computes in it anyway."""
+    if tokens <= 0:
+        return
+    end = done + tokens
+    step.tokens_left -= tokens
+    if tokens == 1:
+        step.decode_seqs += 1
+        step.context_tokens += end
+    else:
+        step.prefill_tokens += tokens
+        step.squares += end * end - done * done
+
+
+def _is_seconds(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _is_remote(request: Request) -> bool:
+    params = request.kv_transfer_params
+    return bool(params and params.get("do_remote_prefill"))
