@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType, FinishReason
 
@@ -18,6 +19,7 @@ from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.router.first_token import FirstToken, first_token_rules
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
+from vllm_calrouter.router.wishes import Rules
 
 
 class Lines(list[dict[str, Any]]):
@@ -128,7 +130,10 @@ def test_a_stop_string_in_the_first_token_ends_the_request(model: Path) -> None:
     tokenizer = get_tokenizer(str(model))
     (number,) = tokenizer.encode("prefill", add_special_tokens=False)[:1]
     text = tokenizer.decode([number])
-    for stop, ends in (([text], True), ([text + "!"], False), ([], False)):
+    for stop, ends in (
+        *(([text], True), (["zzz", text[1:3]], True)),
+        *(([text + "!"], False), ([], False)),
+    ):
         rig = Rig(FirstToken(tokenizer=tokenizer))
         rig.router.begin(request(params={"stop": stop}))
         output = prefilled("r")
@@ -136,6 +141,7 @@ def test_a_stop_string_in_the_first_token_ends_the_request(model: Path) -> None:
         (leg,) = rig.router.answered(answer(output))
         assert leg.abort_immediately == ends, stop
         assert rig.idle == ends
+        assert [line["finish"] for line in rig.journal] == ["stop"] * ends
 
 
 BYPASSED: dict[str, dict[str, Any]] = {
@@ -233,8 +239,23 @@ def test_the_second_queue_is_not_taken_for_the_first() -> None:
     ]
     outputs = answer(later)
     rig.router.answered(outputs)
-    (event,) = outputs.outputs[0].events
-    assert event.type == EngineCoreEventType.PREEMPTED
+    # vLLM needs the others to follow an adapter's requests through a preemption.
+    assert [event.type for event in outputs.outputs[0].events] == [
+        EngineCoreEventType.SCHEDULED,
+        EngineCoreEventType.PREEMPTED,
+    ]
+
+
+def test_a_decode_leg_without_a_token_is_no_pause() -> None:
+    rig = Rig()
+    rig.router.begin(request())
+    rig.router.answered(answer(prefilled("r")))
+    rig.now_s = 9.0
+    failed = token("r", FinishReason.ERROR)
+    failed.new_token_ids = []
+    rig.router.answered(answer(failed))
+    assert rig.count("first_token_pause_seconds_count") == 0
+    assert rig.journal[0]["pause_s"] is None
 
 
 async def test_a_warm_up_tells_nobody() -> None:
@@ -250,11 +271,36 @@ async def test_a_warm_up_tells_nobody() -> None:
     assert rig.count("first_tokens_total") == 0
 
 
+async def test_a_warm_up_is_no_bypass() -> None:
+    rig = Rig(FirstToken(never="speculative_decoding"))
+    done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    rig.router.begin(request(), pair=(0, 3), done=done)
+    rig.router.answered(answer(prefilled("r")))
+    labels = {"cause": "speculative_decoding"}
+    assert rig.count("first_token_bypasses_total", **labels) is None
+
+
+@pytest.mark.parametrize("value", ["OFF", "banana", ["off"], 2, {}])
+def test_a_switch_that_cannot_be_meant_is_refused(value: Any) -> None:
+    rules = Rules(RouterOptions(prefill=2))
+    with pytest.raises(VLLMValidationError, match="first_token"):
+        rules.read({"first_token": value}, None)
+
+
+@pytest.mark.parametrize(
+    ("value", "on"), [("on", True), ("off", False), (True, True), (False, False)]
+)
+def test_a_switch_is_read(value: Any, on: bool) -> None:
+    rules = Rules(RouterOptions(prefill=2))
+    assert rules.read({"first_token": value}, None).first_token is on
+
+
 def config(**changes: Any) -> Any:
     model = {
         "max_model_len": 100,
         "logits_processors": None,
         "skip_tokenizer_init": True,
+        "is_diffusion": False,
     }
     model |= {key: changes.pop(key) for key in set(model) & set(changes)}
     settings = {"speculative_config": None, "watermark_config": None, **changes}
@@ -268,6 +314,7 @@ def config(**changes: Any) -> Any:
         ({"speculative_config": object()}, "speculative_decoding"),
         ({"logits_processors": ["mine"]}, "logits_processors"),
         ({"watermark_config": object()}, "watermark"),
+        ({"is_diffusion": True}, "diffusion"),
     ],
 )
 def test_a_server_s_own_configuration_may_forbid_it(

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 #: (`vllm.sampling_params._SAMPLING_EPS`).
 _GREEDY_BELOW = 1e-5
 
-#: A client's own switch, in `vllm_xargs`.
-_CLIENT_SWITCH = "first_token"
-
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
@@ -48,8 +45,10 @@ class FirstToken:
     max_model_len: int | None = None
     tokenizer: Any = None
 
-    def why_not(self, request: EngineCoreRequest) -> str | None:
+    def why_not(self, request: EngineCoreRequest, *, wanted: bool = True) -> str | None:
         """Why the first token must come from the decode engine, or None.
+
+        `wanted`: by its client.
 
         The answer is the `cause` label of `vllm:calrouter_first_token_bypasses_total`.
         """
@@ -60,28 +59,39 @@ class FirstToken:
         params = request.sampling_params
         if self.watermark and params.watermarking is not False:
             return "watermark"
-        if (params.extra_args or {}).get(_CLIENT_SWITCH) in ("off", False):
+        if not wanted:
             return "client"
         return _why_params_forbid(params)
 
-    def is_last(self, request: EngineCoreRequest, output: EngineCoreOutput) -> bool:
-        """Whether the request ends with this first token of it.
+    def ends(
+        self, request: EngineCoreRequest, output: EngineCoreOutput
+    ) -> FinishReason | None:
+        """Why the request ends with this first token of it, or None when it goes on.
 
         A prefill leg may have one token only, so it always ends; this tells the end of
-        the leg from the end of the request. Whether a stop string ended it the API
-        server finds again by itself.
+        the leg from the end of the request.
         """
         if output.finish_reason != FinishReason.LENGTH:
-            return True
+            return output.finish_reason
         tokens = len(request.prompt_token_ids) + 1
         if self.max_model_len is not None and tokens >= self.max_model_len:
-            return True
-        return self._ends_in_stop_string(request, output.new_token_ids)
+            return FinishReason.LENGTH
+        if self._ends_in_stop_string(request, output.new_token_ids):
+            return FinishReason.STOP
+        return None
 
     def _ends_in_stop_string(
         self, request: EngineCoreRequest, token_ids: list[int]
     ) -> bool:
-        if not request.sampling_params.stop or self.tokenizer is None:
+        stop = request.sampling_params.stop
+        if not stop or self.tokenizer is None:
+            return False
+        # To be sure takes the detokenizer, which reads the whole prompt first. Where the
+        # token alone shows no stop string it is not asked: if there is one all the same,
+        # the API server finds it and aborts the decode leg.
+        alone = self.tokenizer.decode(token_ids)
+        strings = [stop] if isinstance(stop, str) else stop
+        if not any(string.strip() in alone for string in strings):
             return False
         text = IncrementalDetokenizer.from_new_request(self.tokenizer, request)
         return text.update(token_ids, False) is not None
@@ -129,4 +139,7 @@ def _why_never(config: VllmConfig) -> str | None:
         group="vllm.logits_processors"
     ):
         return "logits_processors"
+    # What is written next to a token depends on more than what is before it.
+    if getattr(config.model_config, "is_diffusion", False):
+        return "diffusion"
     return None

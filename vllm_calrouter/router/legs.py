@@ -51,7 +51,9 @@ def _why_params_need_one_leg(params: SamplingParams) -> str | None:
     if (params.extra_args or {}).get(KV_PARAMS):
         return "own_kv_transfer"
     # Scores of prompt tokens exist only where the prompt ran.
-    if params.prompt_logprobs is not None:
+    if params.prompt_logprobs is not None or (
+        getattr(params, "prompt_logprob_token_ids", None) is not None
+    ):
         return "prompt_logprobs"
     if params.max_tokens == 1:
         return "single_token"

@@ -175,7 +175,7 @@ class Router:
             slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=("warm_up", pair[0]) if pair else None,
         )
-        bypass = self._first_token.why_not(request)
+        bypass = self._first_token.why_not(request, wanted=wishes.first_token)
         deadline_s = self._deadlines.prefill_s(wishes, tokens, early=bypass is None)
         booking = self._book(choice, tokens, 1)
         leg = legs.prefill_leg(
@@ -415,13 +415,14 @@ class Router:
         if journey.bypass is None:
             journey.bypass = _why_not_exact(journey)
         if journey.bypass is not None:
-            self._tell_bypass(journey.bypass)
+            self._tell_bypass(journey)
             to_send.append(self._begin_decode(journey))
             return None
         return self._send_early(journey, output, to_send)
 
-    def _tell_bypass(self, cause: str) -> None:
-        if self.metrics and cause != "off":
+    def _tell_bypass(self, journey: Journey) -> None:
+        cause = journey.bypass
+        if self.metrics and journey.done is None and cause not in (None, "off"):
             self.metrics.first_token_bypassed(cause)
 
     def _send_early(
@@ -437,9 +438,11 @@ class Router:
         output.kv_transfer_params = None
         if self.metrics and journey.done is None:
             self.metrics.first_token_sent()
-        if self._first_token.is_last(journey.request, output):
+        # A stop string the API server finds again by itself, and says so.
+        ended = self._first_token.ends(journey.request, output)
+        if ended is not None:
             self._free_unread(journey, to_send)
-            self._end(journey, str(output.finish_reason))
+            self._end(journey, str(ended))
         else:
             output.finish_reason = None
             to_send.append(self._begin_decode(journey, output.new_token_ids))
@@ -447,7 +450,8 @@ class Router:
 
     def _continue_early(self, journey: Journey, output: EngineCoreOutput) -> None:
         """The decode leg goes on from a first token that the client has already."""
-        if journey.pause_s is None and journey.first_token_s is not None:
+        if journey.pause_s is None and output.new_token_ids:
+            assert journey.first_token_s is not None
             journey.pause_s = self._clock() - journey.first_token_s
             if self.metrics and journey.done is None:
                 self.metrics.paused(journey.pause_s)
@@ -456,8 +460,8 @@ class Router:
             output.events = [
                 event
                 for event in output.events
-                if event.type == EngineCoreEventType.PREEMPTED
-            ] or None
+                if event.type != EngineCoreEventType.QUEUED
+            ]
 
     def _begin_decode(
         self, journey: Journey, first_token: list[int] | None = None

@@ -32,6 +32,7 @@ SLO_TTFT_MS = "slo_ttft_ms"
 SLO_TPOT_MS = "slo_tpot_ms"
 OUTPUT_TOKENS = "output_tokens"
 TRUE_OUTPUT_TOKENS = "true_output_tokens"
+FIRST_TOKEN = "first_token"
 
 #: Key in `extra_args` under which `intake.py` tells what the body says of a request
 #: (`About`); a client cannot set it, `vllm_xargs` has no dictionaries.
@@ -53,7 +54,8 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     """What one request wishes for; None: nothing asked.
 
     `ttft_s` and `tpot_s` are targets in seconds, after all defaults; `output_tokens` is
-    the client's own figure. `true_output_tokens` serves experiments only.
+    the client's own figure. `true_output_tokens` serves experiments only. `first_token`
+    is whether it may come early, with a pause after it.
     """
 
     slo: str | None = None
@@ -61,6 +63,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     tpot_s: float | None = None
     output_tokens: int | None = None
     true_output_tokens: int | None = None
+    first_token: bool = True
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +136,7 @@ class Rules:
             true_output_tokens=tokens(
                 extra.get(TRUE_OUTPUT_TOKENS), TRUE_OUTPUT_TOKENS
             ),
+            first_token=switch(extra.get(FIRST_TOKEN), FIRST_TOKEN),
         )
 
     def check(self, params: Any) -> None:
@@ -167,7 +171,14 @@ class Rules:
         )
 
 
-OURS = frozenset((SLO, SLO_TTFT_MS, SLO_TPOT_MS, OUTPUT_TOKENS, TRUE_OUTPUT_TOKENS))
+OURS = frozenset(
+    (
+        *(SLO, SLO_TTFT_MS, SLO_TPOT_MS),
+        *(OUTPUT_TOKENS, TRUE_OUTPUT_TOKENS, FIRST_TOKEN),
+    )
+)
+
+_SWITCH = {"on": True, "off": False, True: True, False: False, None: True}
 
 
 def truth(wishes: Wishes, params: Any) -> int | None:
@@ -193,6 +204,21 @@ def about(extra: Mapping[str, Any] | None) -> About:
 
 
 _UNKNOWN = About()
+
+
+def switch(value: Any, name: str) -> bool:
+    """On or off; None is on.
+
+    Raises:
+        VLLMValidationError: it is neither.
+    """
+    try:
+        return _SWITCH[value]
+    except (KeyError, TypeError):
+        raise VLLMValidationError(
+            f'vllm_xargs.{name} must be "on" or "off"; got {shown(value)}',
+            parameter=name,
+        ) from None
 
 
 def target_ms(value: Any, name: str, where: str = "vllm_xargs.") -> float | None:
