@@ -217,8 +217,7 @@ def check_telemetry(options: RouterOptions, launch: Launch) -> None:
 
     transport.check_address(options.telemetry, launch.engines)
     if options.telemetry != transport.OFF and launch.is_part:
-        host = transport.host_of(transport.located(options.telemetry))
-        check_reach(launch, options.telemetry, host)
+        check_reach(launch, options.telemetry, transport.host_of(options.telemetry))
     folder = options.telemetry_keys
     if folder is None:
         return

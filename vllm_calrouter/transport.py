@@ -86,8 +86,15 @@ def check_free(address: str, ranks: range) -> None:
 
 
 def host_of(address: str) -> str | None:
-    """The host in an address, None where it has none."""
-    return _host_and_port(address)[0] if address.startswith("tcp://") else None
+    """The host at which others reach an address here; None: it is no network's.
+
+    Raises:
+        OptionError: as `located`.
+    """
+    if not address.startswith("tcp://"):
+        return None
+    host, _ = _host_and_port(address)
+    return _own_host() if host == _OWN_HOST else host
 
 
 def make_folder(base: str) -> None:
@@ -124,9 +131,9 @@ def located(address: str) -> str:
     """
     if address == IPC:
         return _IPC_URL + os.environ[_FOLDER]
-    if host_of(address) == _OWN_HOST:
-        return f"tcp://{_own_host()}:{_host_and_port(address)[1]}"
-    return address
+    if (host := host_of(address)) is None:
+        return address
+    return f"tcp://{host}:{_host_and_port(address)[1]}"
 
 
 def own_host() -> str:

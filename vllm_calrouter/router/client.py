@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from vllm.logger import init_logger
@@ -27,6 +28,9 @@ from vllm_calrouter.seam import router_options
 logger = init_logger("vllm.calrouter")
 
 _MEND_EVERY_S = 60.0
+
+#: An engine answers between two steps.
+_ANSWER_S = 10.0
 
 
 class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
@@ -183,8 +187,14 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             self.router.close()
 
     async def engine_states(self) -> list[dict[str, Any]]:
-        """What every engine holds right now (`engine/scheduler.py`)."""
-        states: list[dict[str, Any]] = await self.call_utility_all_async(STATE_UTILITY)
+        """What every engine holds right now (`engine/scheduler.py`).
+
+        Empty when one does not answer: nothing tells vLLM that another host is gone.
+        """
+        asked = self.call_utility_all_async(STATE_UTILITY)
+        states: list[dict[str, Any]] = []
+        with suppress(asyncio.TimeoutError):
+            states = await asyncio.wait_for(asked, _ANSWER_S)
         return states
 
 
