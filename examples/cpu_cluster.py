@@ -42,7 +42,7 @@ _QUIET_PORTS = (20_000, 32_000)
 
 
 class Cluster:
-    """One `vllm serve` on loopback; use it as a context manager.
+    """One `vllm serve`, on loopback unless told otherwise; use it as a context manager.
 
     Args:
         model: directory of the model.
@@ -52,6 +52,9 @@ class Cluster:
         arguments: more arguments of `vllm serve`.
         environ: more environment variables.
         log: file that gets the server's output.
+        host: the address that the server listens on.
+        headless: engines only, for a server that another cluster starts.
+        inside: a command that runs what follows it (`ip netns exec NAME`).
     """
 
     def __init__(
@@ -65,17 +68,24 @@ class Cluster:
         arguments: Sequence[str] = (),
         environ: dict[str, str] | None = None,
         log: Path,
+        host: str = "127.0.0.1",
+        headless: bool = False,
+        inside: Sequence[str] = (),
     ) -> None:
         self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self.log = log
+        serves = [
+            *("--host", host, "--port", str(self.port)),
+            *("--api-server-count", str(api_servers)),
+        ]
         self._command = [
+            *inside,
             sys.executable,
             *("-m", "vllm.entrypoints.cli.main", "serve", str(model)),
             *("--served-model-name", "tiny"),
-            *("--host", "127.0.0.1", "--port", str(self.port)),
+            *(["--headless"] if headless else serves),
             *("--data-parallel-size", str(engines)),
-            *("--api-server-count", str(api_servers)),
             *("--distributed-executor-backend", _EXECUTOR),
             *("--kv-cache-memory-bytes", str(256 << 20)),
             # Half precision rounds differently by batch; outputs are compared exactly.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_calrouter.keys import check_keys, load_keys, main, make_keys
+from vllm_calrouter.keys import Side, check_keys, load_keys, main, make_keys
 from vllm_calrouter.options import OptionError
 
 
@@ -73,6 +73,24 @@ def test_a_wrong_file_is_named_with_what_to_do(
         check_keys(str(folder))
     assert f"{name} {says}" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("side", "needs"),
+    [
+        ("engine", ["engine.key_secret", "router.key"]),
+        ("router", ["router.key_secret", "engine.key"]),
+    ],
+)
+def test_a_host_of_one_side_needs_that_side_s_keys_only(
+    folder: Path, side: Side, needs: list[str]
+) -> None:
+    for file in folder.iterdir():
+        if file.name not in needs:
+            file.unlink()
+    check_keys(str(folder), [side])
+    with pytest.raises(OptionError, match="is not there"):
+        check_keys(str(folder))
 
 
 def test_a_secret_open_to_others_is_refused(folder: Path) -> None:

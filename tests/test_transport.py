@@ -36,7 +36,9 @@ def test_every_rank_has_its_place(address: str, rank: int, url: str) -> None:
     assert transport.endpoint(address, rank) == url
 
 
-@pytest.mark.parametrize("address", ["ipc", "off", "tcp://127.0.0.1:65533"])
+@pytest.mark.parametrize(
+    "address", ["ipc", "off", "tcp://127.0.0.1:65533", "tcp://*:5600"]
+)
 def test_what_works_passes(address: str) -> None:
     transport.check_address(address, 3)
 
@@ -44,16 +46,15 @@ def test_what_works_passes(address: str) -> None:
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("", "write ipc, ipc:///FOLDER, tcp://HOST:PORT or off"),
-        ("on", "write ipc, ipc:///FOLDER, tcp://HOST:PORT or off"),
+        ("", "ipc:///FOLDER, tcp://HOST:PORT, tcp://*:PORT or off"),
+        ("on", "ipc:///FOLDER, tcp://HOST:PORT, tcp://*:PORT or off"),
         ("udp://127.0.0.1:5600", "write ipc, ipc:///FOLDER"),
         ("tcp://127.0.0.1", "write tcp://HOST:PORT"),
         ("tcp://:5600", "write tcp://HOST:PORT"),
         ("tcp://127.0.0.1:0", "write tcp://HOST:PORT"),
         ("tcp://127.0.0.1:99999", "write tcp://HOST:PORT"),
         ("tcp://127.0.0.1:5600/x", "write tcp://HOST:PORT"),
-        ("tcp://*:5600", "name one of this machine"),
-        ("tcp://0.0.0.0:5600", "name one of this machine"),
+        ("tcp://0.0.0.0:5600", "write tcp://*:5600 for each host's own"),
         ("tcp://[::]:5600", "name one of this machine"),
         ("tcp://127.0.0.1:65534", "write a port of 65533 or less"),
         ("ipc:///no/such/folder", "no such file"),
@@ -75,14 +76,16 @@ def test_ports_are_tried_before_models_are_loaded() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OptionError, match=f"needs port {port} .*already in use"):
-            transport.check_free(f"tcp://127.0.0.1:{port - 1}", 2)
-    transport.check_free("ipc", 2)
+            transport.check_free(f"tcp://127.0.0.1:{port - 1}", range(2))
+        # Rank 1's port is another host's.
+        transport.check_free(f"tcp://127.0.0.1:{port - 1}", range(1))
+    transport.check_free("ipc", range(2))
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
     # Of the range kept for documentation (RFC 5737).
     with pytest.raises(OptionError, match="name an address of this machine"):
-        transport.check_free("tcp://192.0.2.1:5600", 2)
+        transport.check_free("tcp://192.0.2.1:5600", range(2))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +125,25 @@ def test_every_launch_has_a_folder_of_its_own(tmp_path: Path) -> None:
 
 def test_another_address_stays_as_it_is() -> None:
     assert transport.located("tcp://127.0.0.1:1") == "tcp://127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("10.0.0.7", "tcp://10.0.0.7:5600"), ("fd00::7", "tcp://[fd00::7]:5600")],
+)
+def test_a_star_is_each_host_s_own_address(
+    monkeypatch: pytest.MonkeyPatch, host: str, url: str
+) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", host)
+    assert transport.located("tcp://*:5600") == url
+
+
+def test_a_host_without_an_address_is_told_how_to_name_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "0.0.0.0")
+    with pytest.raises(OptionError, match="set the environment variable VLLM_HOST_IP"):
+        transport.located("tcp://*:5600")
 
 
 def test_the_folder_of_another_launch_is_not_ours(

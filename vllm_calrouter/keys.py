@@ -4,7 +4,7 @@
 
 makes two pairs: `engine`, which all engines share, and `router`, which all routers
 share. An engine's host needs `engine.key_secret` and `router.key`, a router's host
-`router.key_secret` and `engine.key`.
+`router.key_secret` and `engine.key`; a host of both needs all four.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import os
 import stat
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -79,14 +80,14 @@ def load_keys(folder: str | os.PathLike[str], side: Side) -> Keys:
     return Keys(public, secret, other)
 
 
-def check_keys(folder: str) -> None:
-    """Raise OptionError unless both sides find keys that this ZeroMQ can use."""
+def check_keys(folder: str, sides: Iterable[Side] = ("engine", "router")) -> None:
+    """Raise OptionError unless these sides find keys that this ZeroMQ can use."""
     if not zmq.has("curve"):
         raise OptionError(
             "this ZeroMQ was built without CURVE, which "
             "--router-config.telemetry_keys needs: install pyzmq from PyPI"
         )
-    for side in _OTHER:
+    for side in sides:
         load_keys(folder, side)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_calrouter import options as opt
 from vllm_calrouter.calibration import ProfileError, load
+from vllm_calrouter.hosts import Launch, check_part, check_reach, launch_of
 from vllm_calrouter.options import OptionError, RouterOptions
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ logger = logging.getLogger("vllm.calrouter")
 #: pass one that sees only part of the engines: flag, and what to do instead.
 _BYPASSES = {
     "grpc": "serve HTTP: drop --grpc",
-    "headless": "run every engine from the API server's host: drop --headless",
     "data_parallel_external_lb": "drop --data-parallel-external-lb",
     "data_parallel_hybrid_lb": "drop --data-parallel-hybrid-lb",
     "data_parallel_multi_port_external_lb": (
@@ -30,8 +30,6 @@ _BYPASSES = {
     ),
     "enable_elastic_ep": "drop --enable-elastic-ep: the set of ranks must not change",
 }
-
-_SETS_RANK = ("data_parallel_rank", "data_parallel_start_rank")
 
 #: Keys that mean something under some policies only.
 _POLICY_KEYS = {
@@ -81,10 +79,14 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
     _check_models(args, options)
-    _check_journal(options.journal)
-    _check_profile(options.profile)
-    check_telemetry(options, args.data_parallel_size)
-    _check_telemetry_free(options, args.data_parallel_size)
+    if not getattr(args, "headless", False):
+        # Only routers have these.
+        _check_journal(options.journal)
+        _check_profile(options.profile)
+    launch = launch_of(args)
+    check_part(launch, options, environ)
+    check_telemetry(options, launch)
+    _check_telemetry_free(options, launch)
     return options
 
 
@@ -142,22 +144,19 @@ def _check_launch_mode(args: Namespace, environ: Mapping[str, str]) -> None:
     for flag, advice in _BYPASSES.items():
         if getattr(args, flag, False):
             raise OptionError(f"the router cannot work with this launch: {advice}")
-    for flag in _SETS_RANK:
-        if getattr(args, flag, None) is not None:
-            raise OptionError(
-                "the router needs all ranks behind one server: "
-                f"drop --{flag.replace('_', '-')}"
-            )
+    if getattr(args, "data_parallel_rank", None) is not None:
+        raise OptionError(
+            "the router needs all ranks behind one server: drop --data-parallel-rank"
+        )
+    if getattr(args, "nnodes", 1) > 1:
+        raise OptionError(
+            "--nnodes has not been tried with the router: drop it, and say which ranks "
+            "a host has with --data-parallel-size-local and --data-parallel-start-rank"
+        )
     if getattr(args, "data_parallel_backend", "mp") != "mp":
         raise OptionError(
             f"--data-parallel-backend {args.data_parallel_backend} has not been "
             "tried with the router: write --data-parallel-backend mp"
-        )
-    local = getattr(args, "data_parallel_size_local", None)
-    if local not in (None, args.data_parallel_size):
-        raise OptionError(
-            "the router needs every engine on the API server's host: "
-            "drop --data-parallel-size-local"
         )
     if environ.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("0", "false", ""):
         raise OptionError(
@@ -220,7 +219,7 @@ def _check_journal(journal: str | None) -> None:
         ) from None
 
 
-def check_telemetry(options: RouterOptions, engines: int) -> None:
+def check_telemetry(options: RouterOptions, launch: Launch) -> None:
     """Check what can be checked while engines use the addresses, too.
 
     Raises:
@@ -229,7 +228,9 @@ def check_telemetry(options: RouterOptions, engines: int) -> None:
     # Needs ZeroMQ, which nothing needs before the router is chosen.
     from vllm_calrouter import keys, transport
 
-    transport.check_address(options.telemetry, engines)
+    transport.check_address(options.telemetry, launch.engines)
+    if options.telemetry != transport.OFF and launch.is_part:
+        check_reach(launch, options.telemetry, transport.host_of(options.telemetry))
     folder = options.telemetry_keys
     if folder is None:
         return
@@ -237,30 +238,43 @@ def check_telemetry(options: RouterOptions, engines: int) -> None:
         raise OptionError(
             "--router-config.telemetry_keys has no effect with telemetry off: drop it"
         )
-    keys.check_keys(folder)
+    keys.check_keys(folder, launch.sides)
 
 
-def _check_telemetry_free(options: RouterOptions, engines: int) -> None:
+def _check_telemetry_free(options: RouterOptions, launch: Launch) -> None:
     from vllm_calrouter import transport
 
-    transport.check_free(options.telemetry, engines)
-    if transport.is_open_to_strangers(options.telemetry, options.telemetry_keys):
+    address = options.telemetry
+    if not address.startswith("tcp://"):
+        return
+    address = transport.located(address)
+    transport.check_free(address, launch.ranks)
+    if transport.is_open_to_strangers(address, options.telemetry_keys):
         logger.warning(
             "whoever reaches %s can read how loaded the engines are: add "
             "--router-config.telemetry_keys FOLDER",
-            options.telemetry,
+            address,
         )
 
 
-def check_config(config: VllmConfig, options: RouterOptions) -> None:
+def check_config(
+    config: VllmConfig, options: RouterOptions, *, headless: bool = False
+) -> None:
     """Check what only the finished configuration tells (model, connector, limits).
+
+    Args:
+        headless: whether the launch has engines only.
 
     Raises:
         OptionError: as `resolve`.
     """
-    engines = config.parallel_config.data_parallel_size
+    parallel = config.parallel_config
+    engines = parallel.data_parallel_size
     _check_engines(engines, options.prefill)
-    check_telemetry(options, engines)
+    first = parallel.data_parallel_rank
+    ranks = range(first, first + parallel.data_parallel_size_local)
+    address = parallel.data_parallel_master_ip
+    check_telemetry(options, Launch(engines, ranks, headless, address))
     if not options.prefill:
         return
     _check_model(config)

@@ -135,7 +135,8 @@ HELP = {
     "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",
     "telemetry": "Where engines tell routers what they hold: ipc (a private folder), "
-    "ipc:///FOLDER, tcp://HOST:PORT (rank N on port PORT + N), or off.",
+    "ipc:///FOLDER, tcp://HOST:PORT (rank N on port PORT + N), tcp://*:PORT (the same "
+    "on each engine's own host, for several), or off.",
     "telemetry_keys": "Folder of CURVE keys that close telemetry to strangers; "
     "python -m vllm_calrouter.keys FOLDER makes them.",
     "prefill_max_num_seqs": "max_num_seqs of the prefill engines.",

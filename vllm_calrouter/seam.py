@@ -288,18 +288,18 @@ def _with_router(
     try:
         options = router_options(config)
         if options is not None:
-            _activate(config, options)
+            _activate(config, options, headless=kwargs.get("headless", False))
     except OptionError as error:
         # The launcher has no handler of its own here: end with the one line.
         raise SystemExit(f"vllm serve: error: {error}") from None
     return config
 
 
-def _activate(config: VllmConfig, options: RouterOptions) -> None:
+def _activate(config: VllmConfig, options: RouterOptions, *, headless: bool) -> None:
     from vllm_calrouter import transport
 
     _check_vllm()
-    launch.check_config(config, options)
+    launch.check_config(config, options, headless=headless)
     if not transport.has_folder():
         # No command line was parsed for this launch.
         _make_socket_folder(options)

@@ -1,6 +1,7 @@
 """How messages travel: addresses, the private socket folder, keys.
 
-Every engine binds one address, every router connects to all of them.
+Every engine binds one address, every router connects to all of them. Routers learn the
+addresses from the engines (`introduction.py`), which may run on several hosts.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 import zmq
 
+from vllm_calrouter.hosts import is_loopback
 from vllm_calrouter.options import OptionError
 
 OFF = "off"
@@ -25,7 +27,9 @@ IPC = "ipc"
 
 _IPC_URL = "ipc://"
 _OPTION = "--router-config.telemetry"
-_ANY_HOST = ("*", "0.0.0.0", "::")
+#: In place of a host: each engine's own, as vLLM knows it.
+_OWN_HOST = "*"
+_ANY_HOST = ("0.0.0.0", "::")
 _MOST_PORT = 65_535
 
 #: Environment variable with the folder of a launch, and the processes that made one.
@@ -52,12 +56,16 @@ def check_address(address: str, engines: int) -> None:
     else:
         raise OptionError(
             f"{_OPTION} {address!r} is no address: write ipc, ipc:///FOLDER, "
-            "tcp://HOST:PORT or off"
+            "tcp://HOST:PORT, tcp://*:PORT or off"
         )
 
 
-def check_free(address: str, engines: int) -> None:
+def check_free(address: str, ranks: range) -> None:
     """Say now what would otherwise fail when all engines have loaded their models.
+
+    Args:
+        address: as `located` returns it.
+        ranks: those that will bind it on this host.
 
     Raises:
         OptionError: a port is in use, or the host is not this machine.
@@ -65,15 +73,28 @@ def check_free(address: str, engines: int) -> None:
     if not address.startswith("tcp://"):
         return
     host, first = _host_and_port(address)
-    for port in range(first, first + engines):
+    for rank in ranks:
+        port = first + rank
         try:
             _try_to_bind(host.strip("[]"), port)
         except OSError as error:
             raise OptionError(
                 f"{_OPTION} {address} needs port {port} of {host} "
                 f"({(error.strerror or str(error)).lower()}): name an address of this "
-                f"machine with {engines} free ports in a row"
+                f"machine with {len(ranks)} free ports in a row"
             ) from None
+
+
+def host_of(address: str) -> str | None:
+    """The host at which others reach an address here; None: it is no network's.
+
+    Raises:
+        OptionError: as `located`.
+    """
+    if not address.startswith("tcp://"):
+        return None
+    host, _ = _host_and_port(address)
+    return _own_host() if host == _OWN_HOST else host
 
 
 def make_folder(base: str) -> None:
@@ -102,8 +123,35 @@ def has_folder() -> bool:
 
 
 def located(address: str) -> str:
-    """The address with the launch's folder in it, where it says just `ipc`."""
-    return _IPC_URL + os.environ[_FOLDER] if address == IPC else address
+    """The address with what only this launch knows: its folder for `ipc`, its host
+    for `tcp://*`.
+
+    Raises:
+        OptionError: vLLM does not know this host's address.
+    """
+    if address == IPC:
+        return _IPC_URL + os.environ[_FOLDER]
+    if (host := host_of(address)) is None:
+        return address
+    return f"tcp://{host}:{_host_and_port(address)[1]}"
+
+
+def own_host() -> str:
+    """This host's address as vLLM knows it; `0.0.0.0` when it does not."""
+    from vllm.utils.network_utils import get_ip
+
+    host: str = get_ip()
+    return host
+
+
+def _own_host() -> str:
+    host = own_host()
+    if host in _ANY_HOST:
+        raise OptionError(
+            "this host's address, which --router-config.telemetry tcp://* stands for, "
+            "is not known: set the environment variable VLLM_HOST_IP"
+        )
+    return f"[{host}]" if ":" in host else host
 
 
 def check_private(address: str) -> None:
@@ -123,7 +171,7 @@ def is_open_to_strangers(address: str, keys: str | None) -> bool:
     if keys is not None or not address.startswith("tcp://"):
         return False
     host, _ = _host_and_port(address)
-    return host not in ("127.0.0.1", "[::1]", "localhost")
+    return not is_loopback(host)
 
 
 def prepare(plain: zmq.Socket[bytes], url: str) -> None:
@@ -170,7 +218,7 @@ def _check_tcp(address: str, engines: int) -> None:
     if host.strip("[]") in _ANY_HOST:
         raise OptionError(
             f"{_OPTION} {address}: routers cannot connect to every address at once: "
-            "name one of this machine"
+            f"name one of this machine, or write tcp://*:{port} for each host's own"
         )
     if port + engines - 1 > _MOST_PORT:
         raise OptionError(

@@ -12,6 +12,8 @@ from starlette.testclient import TestClient
 from vllm.v1.engine import FinishReason
 
 from tests.router.requests import answer, request, token
+from vllm_calrouter.engine.scheduler import introduce
+from vllm_calrouter.introduction import read
 from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.router.endpoints import RouterEndpoints
 from vllm_calrouter.router.router import Router
@@ -23,6 +25,9 @@ class Client:
     def __init__(self) -> None:
         self.router = Router(RouterOptions(prefill=1), 3)
         self.subscriber: Any = None
+        self.introductions = read(
+            [introduce(RouterOptions(telemetry="tcp://10.0.0.1:5600"), 1)]
+        )
 
     async def engine_states(self) -> list[dict[str, Any]]:
         return [{"rank": rank} for rank in range(3)]
@@ -51,6 +56,15 @@ async def test_the_state_shows_what_was_heard() -> None:
     state = (await page(None, ear)).get("/router/state").json()
     assert state["heard"] == heard
     assert (await page(None)).get("/router/state").json()["heard"] == []
+
+
+async def test_the_state_shows_where_engines_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_HOST_IP", "10.0.0.1")
+    state = (await page(None)).get("/router/state").json()
+    place = {"rank": 1, "host": "10.0.0.1", "telemetry": "tcp://10.0.0.1:5601"}
+    assert state["hosts"] == [place]
 
 
 @pytest.mark.parametrize("given_by", ["option", "environment"])

@@ -35,6 +35,10 @@ def address(tmp_path: Path) -> str:
     return f"ipc://{folder}"
 
 
+def urls(address: str, engines: int) -> list[str]:
+    return [transport.endpoint(address, rank) for rank in range(engines)]
+
+
 class Setting:
     """A router's ear, and engines that send whatever bytes a test wants.
 
@@ -48,8 +52,7 @@ class Setting:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.engines = [self._engine(address, rank) for rank in range(engines)]
         self.subscriber = Subscriber(
-            address,
-            engines,
+            urls(address, engines),
             router="me",
             table=self.table,
             metrics=RouterMetrics(self.registry),
@@ -301,7 +304,7 @@ def test_the_page_says_what_was_heard_and_how_long_ago(setting: Setting) -> None
 
 
 def test_closing_twice_is_closing(address: str) -> None:
-    ear = Subscriber(address, 2, router="me", table=Table(2))
+    ear = Subscriber(urls(address, 2), router="me", table=Table(2))
     ear.close()
     ear.close()
     ear.drain()
@@ -310,7 +313,7 @@ def test_closing_twice_is_closing(address: str) -> None:
 def test_a_folder_that_others_may_open_is_refused(address: str) -> None:
     Path(address.removeprefix("ipc://")).chmod(0o777)
     with pytest.raises(PermissionError, match="others may open"):
-        Subscriber(address, 2, router="me", table=Table(2))
+        Subscriber(urls(address, 2), router="me", table=Table(2))
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
@@ -325,7 +328,7 @@ def test_an_engine_s_publisher_is_heard_whenever_it_starts(
         return load_keys(folder, side) if with_keys else None
 
     table = Table(1)
-    ear = Subscriber(address, 1, router="me", table=table, keys=keys("router"))
+    ear = Subscriber(urls(address, 1), router="me", table=table, keys=keys("router"))
     for incarnation in range(1, restarts + 2):
         engine = Publisher(address, 0, keys=keys("engine"), heartbeat_s=0.01)
         engine.tell(message(incarnation=incarnation), None)
@@ -344,8 +347,7 @@ def test_an_engine_without_our_engines_keys_changes_nothing(
         make_keys(tmp_path / name)
     table = Table(2)
     ear = Subscriber(
-        address,
-        2,
+        urls(address, 2),
         router="me",
         table=table,
         keys=load_keys(tmp_path / "ours", "router"),

@@ -8,11 +8,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_calrouter import transport
+import msgspec
+
+from vllm_calrouter import introduction, transport
 from vllm_calrouter.engine.observer import Observer, observed
 from vllm_calrouter.engine.ordered import order_queue, ordered
 from vllm_calrouter.engine.publisher import Publisher
-from vllm_calrouter.keys import load_keys
+from vllm_calrouter.keys import Keys, load_keys
 from vllm_calrouter.messages import Role
 from vllm_calrouter.options import CONFIG_KEY, FCFS, RouterOptions
 from vllm_calrouter.placement.costs import engine_costs
@@ -64,6 +66,8 @@ def build_scheduler(
     if tells:
         observe(scheduler, options, rank)
     add_engine_utility(STATE_UTILITY, engine_state)
+    about = introduce(options, rank)
+    add_engine_utility(introduction.UTILITY, lambda engine_core: about)
     return scheduler
 
 
@@ -73,14 +77,34 @@ def observe(scheduler: Any, options: RouterOptions, rank: int) -> None:
     Raises:
         OSError, OptionError: as `Publisher` and `load_keys`.
     """
-    folder = options.telemetry_keys
-    keys = load_keys(folder, "engine") if folder else None
-    publisher = Publisher(transport.located(options.telemetry), rank, keys=keys)
+    address = transport.located(options.telemetry)
+    publisher = Publisher(address, rank, keys=_keys(options))
     scheduler.observer = Observer(
         scheduler, rank=rank, role=role_of(rank, options), to=publisher
     )
     # A router that starts later hears an idle engine, too.
     scheduler.observer.tell()
+
+
+def introduce(options: RouterOptions, rank: int) -> dict[str, Any]:
+    """What this engine tells routers of itself, as plain data."""
+    tells = options.telemetry != transport.OFF
+    address = transport.located(options.telemetry)
+    about = introduction.Introduction(
+        rank=rank,
+        host=transport.own_host(),
+        url=transport.endpoint(address, rank) if tells else None,
+        keys=introduction.public_keys(_keys(options)),
+        clock=introduction.clock_name(),
+        options=introduction.shared_options(options),
+    )
+    plain: dict[str, Any] = msgspec.to_builtins(about)
+    return plain
+
+
+def _keys(options: RouterOptions) -> Keys | None:
+    folder = options.telemetry_keys
+    return load_keys(folder, "engine") if folder else None
 
 
 def role_of(rank: int, options: RouterOptions) -> Role:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from vllm_calrouter import transport
+from vllm_calrouter import introduction, transport
 from vllm_calrouter.engine.scheduler import STATE_UTILITY
-from vllm_calrouter.keys import load_keys
-from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.introduction import Introduction
+from vllm_calrouter.keys import Keys, load_keys
+from vllm_calrouter.options import OptionError, RouterOptions
 from vllm_calrouter.placement import Limits, engine_limits
+from vllm_calrouter.router.clocks import Clocks
 from vllm_calrouter.router.first_token import first_token_rules
 from vllm_calrouter.router.journal import Journal
 from vllm_calrouter.router.metrics import RouterMetrics
@@ -25,6 +28,9 @@ from vllm_calrouter.seam import router_options
 logger = init_logger("vllm.calrouter")
 
 _MEND_EVERY_S = 60.0
+
+#: An engine answers between two steps.
+_ANSWER_S = 10.0
 
 
 class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
@@ -48,6 +54,8 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             limits=_limits(vllm_config, options, len(self.core_engines)),
             journal=Journal(options.journal) if options.journal else None,
         )
+        self.introductions: list[Introduction] = []
+        self._clocks: Clocks | None = None
         self.subscriber: Subscriber | None = None
         self._listening: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
@@ -65,22 +73,41 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         router.metrics = RouterMetrics()
         pools = router.pools
         logger.info("router: policy %s, %s", router.options.policy, pools)
+        await self._meet_engines()
         if router.options.telemetry != transport.OFF:
             self._listen()
         self._mending = asyncio.create_task(_drop_expired(router))
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)
 
+    async def _meet_engines(self) -> None:
+        """Learn where engines are, and that each was started to work with this router.
+
+        Raises:
+            OptionError: one was not.
+        """
+        try:
+            told = await self.call_utility_all_async(introduction.UTILITY)
+        except Exception as error:
+            raise OptionError(
+                f"an engine does not know the router ({error}): write the same "
+                "--router-plugin and --router-config on every host"
+            ) from None
+        self.introductions = introduction.read(told)
+        options = self._router.options
+        introduction.check(self.introductions, options, _router_keys(options))
+        clocks = Clocks(
+            [engine.clock for engine in self.introductions], introduction.clock_name()
+        )
+        self._clocks = clocks if clocks.differ else None
+
     def _listen(self) -> None:
         router = self._router
-        options = router.options
-        folder = options.telemetry_keys
         self.subscriber = Subscriber(
-            transport.located(options.telemetry),
-            router.pools.engines,
+            [engine.url for engine in self.introductions if engine.url],
             router=router.uid,
             table=router.placer.table,
-            keys=load_keys(folder, "router") if folder else None,
+            keys=_router_keys(router.options),
             metrics=router.metrics,
         )
         router.placer.refresh = self.subscriber.refresh
@@ -137,6 +164,8 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         await DPLBAsyncMPClient.process_engine_outputs(self, outputs)
         if self.router is None:
             return
+        if self._clocks is not None:
+            self._clocks.translate(outputs)
         for leg in self.router.answered(outputs):
             try:
                 await self._send(self.router.still_wanted(leg))
@@ -158,9 +187,20 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             self.router.close()
 
     async def engine_states(self) -> list[dict[str, Any]]:
-        """What every engine holds right now (`engine/scheduler.py`)."""
-        states: list[dict[str, Any]] = await self.call_utility_all_async(STATE_UTILITY)
+        """What every engine holds right now (`engine/scheduler.py`).
+
+        Empty when one does not answer: nothing tells vLLM that another host is gone.
+        """
+        asked = self.call_utility_all_async(STATE_UTILITY)
+        states: list[dict[str, Any]] = []
+        with suppress(asyncio.TimeoutError):
+            states = await asyncio.wait_for(asked, _ANSWER_S)
         return states
+
+
+def _router_keys(options: RouterOptions) -> Keys | None:
+    folder = options.telemetry_keys
+    return load_keys(folder, "router") if folder else None
 
 
 def _limits(config: Any, options: RouterOptions, engines: int) -> list[Limits]:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class RouterEndpoints:
     """The router's pages, and its ear for headers.
 
-    - `GET /router/state`: this API server's books, what it heard of the engines and how
-      long ago, and what they hold now.
+    - `GET /router/state`: this API server's books, where the engines are, what it heard
+      of them and how long ago, and what they hold now.
     - `GET /router/decisions`: the last requests it routed, as the journal has them.
     """
 
@@ -55,8 +55,14 @@ class RouterEndpoints:
         assert client.router is not None
         engines = await client.engine_states()
         heard = client.subscriber.describe() if client.subscriber else []
+        hosts = [
+            {"rank": engine.rank, "host": engine.host, "telemetry": engine.url}
+            for engine in client.introductions
+        ]
         state = describe(client.router)
-        return JSONResponse({**state, "heard": heard, "engines": engines})
+        return JSONResponse(
+            {**state, "hosts": hosts, "heard": heard, "engines": engines}
+        )
 
     async def _decisions(
         self,

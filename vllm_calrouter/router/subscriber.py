@@ -6,7 +6,7 @@ import asyncio
 import math
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -79,8 +79,7 @@ class Subscriber:
     `refresh` reads when a choice is made. Older messages are dropped unread.
 
     Args:
-        address: as the option has it (`transport.endpoint` finds the rank's part).
-        engines: how many; ranks are 0 to engines - 1.
+        urls: where each engine tells, by rank (`Introduction.url`).
         router: this router's uid, by which engines echo its bookings.
         table: takes the messages.
         keys: the router's, to listen only to engines that have theirs.
@@ -93,8 +92,7 @@ class Subscriber:
 
     def __init__(
         self,
-        address: str,
-        engines: int,
+        urls: Sequence[str],
         *,
         router: str,
         table: Hears,
@@ -102,18 +100,16 @@ class Subscriber:
         metrics: RouterMetrics | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        transport.check_private(address)
+        for url in urls:
+            transport.check_private(url.rpartition("/")[0])
         self._router = router
         self._table = table
         self._metrics = metrics
         self._clock = clock
         self._looked_s = -math.inf
-        self._heard: list[Heard | None] = [None] * engines
+        self._heard: list[Heard | None] = [None] * len(urls)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = [
-            self._connect(transport.endpoint(address, rank), keys)
-            for rank in range(engines)
-        ]
+        self._sockets = [self._connect(url, keys) for url in urls]
         self._signals = select.epoll()
         self._rank_of = {ear.FD: rank for rank, ear in enumerate(self._sockets)}
         for fd in self._rank_of:

@@ -1,0 +1,61 @@
+"""How a router meets its engines; all else of the client needs real engines."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_calrouter.engine.scheduler import introduce
+from vllm_calrouter.options import OptionError, RouterOptions
+from vllm_calrouter.router import client as module
+from vllm_calrouter.router.client import RouterClient
+
+OPTIONS = RouterOptions(prefill=1, telemetry="off")
+
+
+class Client(RouterClient):
+    """The router's client without vLLM's sockets: `answers` are the engines'."""
+
+    def __init__(self, answers: Any) -> None:
+        self.router: Any = SimpleNamespace(options=OPTIONS)
+        self.answers = answers
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        if self.answers is None:
+            await asyncio.Event().wait()
+        answers: list[Any] = self.answers
+        return answers
+
+
+async def test_engines_are_known_after_the_meeting() -> None:
+    client = Client([introduce(OPTIONS, rank) for rank in range(2)])
+    await client._meet_engines()
+    assert [engine.rank for engine in client.introductions] == [0, 1]
+    assert client._clocks is None
+
+
+async def test_times_of_another_host_are_translated() -> None:
+    answers = [introduce(OPTIONS, rank) for rank in range(2)]
+    answers[1]["clock"] = "another boot"
+    client = Client(answers)
+    await client._meet_engines()
+    assert client._clocks is not None
+
+
+async def test_a_host_started_without_the_router_ends_the_start() -> None:
+    unknown = Exception("Call to calrouter_introduction method failed: no attribute")
+    with pytest.raises(OptionError, match=r"same --router-plugin.* on every host"):
+        await Client(unknown)._meet_engines()
+
+
+async def test_the_state_is_there_when_a_host_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", 0.01)
+    assert await Client(None).engine_states() == []
+    assert await Client([{"rank": 0}]).engine_states() == [{"rank": 0}]
