@@ -116,7 +116,7 @@ class Observer:
         self._recent_transfers: deque[Transfer] = deque(maxlen=MOST_TIMINGS)
         self._steps = 0
         self._recent_steps: deque[StepTiming] = deque(maxlen=MOST_TIMINGS)
-        self._under_way: deque[tuple[int, int, int]] = deque()
+        self._under_way: deque[tuple[int, int, int, int]] = deque()
         self._began_s = 0.0
         self._busy = False
 
@@ -164,7 +164,8 @@ class Observer:
         self._busy = bool(output.num_scheduled_tokens)
         if self._busy:
             now = self._clock()
-            timing = StepTiming(*self._under_way.popleft(), now - self._began_s)
+            tokens, seqs, context, squares = self._under_way.popleft()
+            timing = StepTiming(tokens, seqs, context, now - self._began_s, squares)
             self._recent_steps.append(timing)
             self._steps += 1
             self._began_s = now
@@ -285,10 +286,11 @@ class Observer:
 
     def _shape(
         self, output: SchedulerOutput, running: _Running
-    ) -> tuple[int, int, int]:
-        """The step just scheduled, as `StepTiming` words it."""
+    ) -> tuple[int, int, int, int]:
+        """The step just scheduled: tokens, sequences, context and squares, as
+        `StepTiming` words them."""
         ran = output.num_scheduled_tokens
-        prefill_tokens, seqs = 0, len(ran)
+        prefill_tokens, squares, seqs = 0, 0, len(ran)
         context = running.computed_tokens - output.total_num_scheduled_tokens
         batch = self._scheduler.running
         if seqs < len(batch):
@@ -306,9 +308,10 @@ class Observer:
             # of decode does.
             if before < _prefill_end(request) - 1:
                 prefill_tokens += tokens
+                squares += tokens * (before + request.num_computed_tokens)
                 seqs -= 1
                 context -= before
-        return prefill_tokens, seqs, context
+        return prefill_tokens, seqs, context, squares
 
     def _note_prefilling(self, output: SchedulerOutput) -> None:
         """Note who was admitted, and forget who has its prompt computed."""
