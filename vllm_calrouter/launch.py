@@ -39,6 +39,7 @@ _POLICY_KEYS = {
     "long_share": ("length_threshold",),
     "seed": ("power_of_two",),
     "profile": opt.PRICING_POLICIES,
+    "calibration": opt.PRICING_POLICIES,
 }
 
 #: Keys that mean something only where prefill has engines of its own.
@@ -115,6 +116,8 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
                 f"{options.predictor}: drop it or write "
                 f"--router-config.predictor {predictor}"
             )
+    if "calibration" in config:
+        _check_calibration(options)
     if options.prefill:
         return
     for key in config:
@@ -123,6 +126,16 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
                 f"--router-config.{key} has no effect when every engine does both: "
                 "add --router-config.prefill N"
             )
+
+
+def _check_calibration(options: RouterOptions) -> None:
+    from vllm_calrouter import transport
+
+    if options.calibration and options.telemetry == transport.OFF:
+        raise OptionError(
+            "--router-config.calibration on has no effect without what engines tell: "
+            "drop it or --router-config.telemetry off"
+        )
 
 
 def _check_launch_mode(args: Namespace, environ: Mapping[str, str]) -> None:

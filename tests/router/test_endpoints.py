@@ -23,6 +23,7 @@ class Client:
     def __init__(self) -> None:
         self.router = Router(RouterOptions(prefill=1), 3)
         self.subscriber: Any = None
+        self.calibrator: Any = None
 
     async def engine_states(self) -> list[dict[str, Any]]:
         return [{"rank": rank} for rank in range(3)]
@@ -47,7 +48,7 @@ async def test_the_state_shows_every_engine() -> None:
 
 async def test_the_state_shows_what_was_heard() -> None:
     heard = [{"rank": 0, "age_s": None}, {"rank": 1, "age_s": 0.25}]
-    ear = SimpleNamespace(describe=lambda: heard)
+    ear = SimpleNamespace(describe=lambda: heard, refresh=lambda: None)
     state = (await page(None, ear)).get("/router/state").json()
     assert state["heard"] == heard
     assert (await page(None)).get("/router/state").json()["heard"] == []

@@ -10,10 +10,11 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_calrouter import transport
-from vllm_calrouter.engine.scheduler import STATE_UTILITY
+from vllm_calrouter.engine.scheduler import STATE_UTILITY, role_of
 from vllm_calrouter.keys import load_keys
-from vllm_calrouter.options import RouterOptions
-from vllm_calrouter.placement import Limits, engine_limits
+from vllm_calrouter.options import PRICING_POLICIES, RouterOptions
+from vllm_calrouter.placement import Limits, engine_costs, engine_limits
+from vllm_calrouter.router.calibrator import Calibrator
 from vllm_calrouter.router.first_token import first_token_rules
 from vllm_calrouter.router.journal import Journal
 from vllm_calrouter.router.metrics import RouterMetrics
@@ -49,7 +50,8 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             journal=Journal(options.journal) if options.journal else None,
         )
         self.subscriber: Subscriber | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self.calibrator: Calibrator | None = None
+        self._listening: list[asyncio.Task[None]] = []
         self._mending: asyncio.Task[None] | None = None
         self._started = False
 
@@ -75,6 +77,8 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         router = self._router
         options = router.options
         folder = options.telemetry_keys
+        if options.policy in PRICING_POLICIES:
+            self.calibrator = _calibrator(router)
         self.subscriber = Subscriber(
             transport.located(options.telemetry),
             router.pools.engines,
@@ -82,14 +86,16 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             table=router.placer.table,
             keys=load_keys(folder, "router") if folder else None,
             metrics=router.metrics,
+            listener=self.calibrator.hear if self.calibrator else None,
         )
         router.placer.refresh = self.subscriber.refresh
-        self._listening = asyncio.create_task(self.subscriber.run())
+        self._listening.append(asyncio.create_task(self.subscriber.run()))
+        if self.calibrator is not None:
+            self._listening.append(asyncio.create_task(self.calibrator.run()))
 
     def _stop_listening(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
-            self._listening = None
+        while self._listening:
+            self._listening.pop().cancel()
         if self.subscriber is not None:
             self._router.placer.refresh = None
             self.subscriber.close()
@@ -167,6 +173,17 @@ def _limits(config: Any, options: RouterOptions, engines: int) -> list[Limits]:
     scheduler = config.scheduler_config
     common = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return engine_limits(options, engines, common)
+
+
+def _calibrator(router: Router) -> Calibrator:
+    options, pools = router.options, router.pools
+    return Calibrator(
+        engine_costs(options, pools.engines),
+        [role_of(rank, options) for rank in range(pools.engines)],
+        router.placer.table,
+        takes_over=options.calibration,
+        metrics=router.metrics,
+    )
 
 
 async def _drop_expired(router: Router) -> None:

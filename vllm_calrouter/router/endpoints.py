@@ -26,7 +26,8 @@ class RouterEndpoints:
     """The router's pages, and its ear for headers.
 
     - `GET /router/state`: this API server's books, what it heard of the engines and how
-      long ago, and what they hold now.
+      long ago, what work costs there, and what they hold now (`?engines=false`: without
+      asking them, which waits for a step's end).
     - `GET /router/decisions`: the last requests it routed, as the journal has them.
     """
 
@@ -48,15 +49,20 @@ class RouterEndpoints:
             AuthenticationMiddleware(app=None, tokens=keys) if keys else None
         )
 
-    async def _state(self, request: Request) -> JSONResponse:
+    async def _state(self, request: Request, engines: bool = True) -> JSONResponse:
         if _is_locked(request):
             return _unauthorized()
         client: RouterClient = request.app.state.calrouter_client
         assert client.router is not None
-        engines = await client.engine_states()
+        held = await client.engine_states() if engines else []
+        if client.subscriber:
+            client.subscriber.refresh()
         heard = client.subscriber.describe() if client.subscriber else []
+        costs = client.calibrator.describe() if client.calibrator else []
         state = describe(client.router)
-        return JSONResponse({**state, "heard": heard, "engines": engines})
+        return JSONResponse(
+            {**state, "heard": heard, "calibration": costs, "engines": held}
+        )
 
     async def _decisions(
         self,

@@ -80,6 +80,7 @@ class Subscriber:
         table: takes the messages.
         keys: the router's, to listen only to engines that have theirs.
         metrics: counts messages and tells how long engines have been silent.
+        listener: gets every message that went into the table.
         clock: seconds; the one that the table's times are on.
 
     Raises:
@@ -95,12 +96,14 @@ class Subscriber:
         table: Hears,
         keys: Keys | None = None,
         metrics: RouterMetrics | None = None,
+        listener: Callable[[EngineMessage], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         transport.check_private(address)
         self._router = router
         self._table = table
         self._metrics = metrics
+        self._listener = listener
         self._clock = clock
         self._looked_s = -math.inf
         self._heard: list[Heard | None] = [None] * engines
@@ -195,6 +198,8 @@ class Subscriber:
         if not hear(self._table, message, self._router, now_s):
             return "stale"
         self._heard[rank] = Heard(message, now_s)
+        if self._listener is not None:
+            self._listener(message)
         return "heard"
 
     def _tell_silence(self) -> None:
