@@ -143,6 +143,7 @@ class EnginelessClient(RouterClient):
 
     def __init__(self, router: Router, engines: int) -> None:
         self.router = router
+        self._clocks = None
         self.lb_engines = [[0, 0, 0.0] for _ in range(engines)]
         self.core_engines = [rank.to_bytes(2, "little") for rank in range(engines)]
         self.reqs_in_flight: dict[str, bytes] = {}

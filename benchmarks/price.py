@@ -6,7 +6,6 @@ the formulas in the order of `csrc/price.h`, so results are equal to the last bi
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,8 +119,9 @@ def terms(
         unseen_sq += decode["uncached_tokens_sq"]
     told = float(m["prefill_tokens"])
     told_sq = told * told / max(1.0, m["running"] + m["waiting"])
-    silent_s = -math.inf if state.heard_s is None else request.now_s - state.heard_s
-    worked_s = m.get("step_age_s", 0.0) + max(0.0, min(silent_s, stale_s))
+    since_s = 0.0 if state.heard_s is None else request.now_s - state.heard_s
+    quiet_s = max(0.0, since_s) + m.get("step_age_s", 0.0)
+    worked_s = min(quiet_s, stale_s)
     told_s = batched_prefill_s(state, told, told_sq)
     backlog = max(0.0, told_s - worked_s)
     backlog += batched_prefill_s(state, routers * unseen, routers * unseen_sq)
@@ -137,7 +137,7 @@ def terms(
     kv_use = (kv_tokens + prompt) * (1.0 / capacity)
 
     price = {"prefill_backlog_s": backlog}
-    price["silence_s"] = max(0.0, silent_s - stale_s)
+    price["silence_s"] = max(0.0, quiet_s - stale_s)
     own = (
         costs.prefill_base_s
         + costs.prefill_per_token_s * uncached
@@ -327,8 +327,9 @@ class NumpyRouter(Books):
         prompt, output = float(request.prompt_tokens), float(request.output_tokens)
         told = m["prefill_tokens"]
         told_sq = told * told / np.maximum(1.0, m["running"] + m["waiting"])
-        silent_s = request.now_s - self._heard_s[part]
-        worked_s = m["step_age_s"] + np.clip(silent_s, 0.0, self._stale_s)
+        since_s = np.maximum(0.0, request.now_s - self._heard_s[part])
+        quiet_s = since_s + m["step_age_s"]
+        worked_s = np.minimum(quiet_s, self._stale_s)
         told_s = self._batched_prefill_s(cost, told, told_sq)
         backlog = np.maximum(0.0, told_s - worked_s)
         backlog = backlog + self._batched_prefill_s(
@@ -348,7 +349,7 @@ class NumpyRouter(Books):
             told_capacity > 0.0, told_capacity, cost["kv_capacity_tokens"]
         )
         kv_use = (kv_tokens + prompt) * per_token
-        silence = np.maximum(0.0, silent_s - self._stale_s)
+        silence = np.maximum(0.0, quiet_s - self._stale_s)
         if pool.phase == Phase.PREFILL:
             own = cost["prefill_base_s"] + cost["prefill_per_token_s"] * prompt
             own = own + cost["prefill_per_token_sq_s"] * prompt * prompt

@@ -313,10 +313,10 @@ class Calibrated final : public Pricing {
     }
     // Who was never heard (at infinity) has nothing to be silent about.
     const double since_s = demand_.now_s - pulse.heard_s;
-    known.silence_s = std::max(0.0, since_s - normal_s);
-    // Who has fallen silent may be stuck, and is not taken to work on.
-    known.worked_s =
-        pulse.step_age_s + std::max(0.0, std::min(since_s, normal_s));
+    // An engine may be stuck in a step and still be heard: its step's age counts too.
+    const double quiet_s = std::max(0.0, since_s) + pulse.step_age_s;
+    known.silence_s = std::max(0.0, quiet_s - normal_s);
+    known.worked_s = std::min(quiet_s, normal_s);
     return known;
   }
 

@@ -41,6 +41,17 @@ WRONG_LAUNCHES = [
     ({"router_config": {"seed": 3}}, "--router-policy power_of_two"),
     ({"router_config": {"long_share": 0.2}}, "--router-policy length_threshold"),
     ({"router_config": {"decode_max_num_seqs": 8}}, "--router-config.prefill N"),
+    ({"router_config": {"calibration": False}}, "--router-policy calibrated"),
+    (
+        {
+            "router_config": {
+                "policy": "calibrated",
+                "calibration": "on",
+                "telemetry": "off",
+            }
+        },
+        "drop it or --router-config.telemetry off",
+    ),
     ({"router_config": {"online_keys": 20}}, "--router-config.predictor online"),
     ({"router_config": {"noise": 0.2}}, "--router-config.predictor noisy"),
     (

@@ -39,7 +39,8 @@ OTHERS: dict[str, st.SearchStrategy[Any]] = {
         st.builds(Transfer, seconds, counts), max_size=MOST_TIMINGS
     ),
     "recent_steps": st.lists(
-        st.builds(StepTiming, counts, counts, counts, seconds), max_size=MOST_TIMINGS
+        st.builds(StepTiming, counts, counts, counts, seconds, counts),
+        max_size=MOST_TIMINGS,
     ),
     "seen": st.dictionaries(st.text(min_size=1, max_size=64), numbers, max_size=9),
 }
@@ -112,8 +113,8 @@ WRONG = [
     {"step_age_s": math.nan},
     {"step_age_s": math.inf},
     {"transfer_s": -1.0},
-    {"recent_steps": [[1, 2, 3]]},
-    {"recent_steps": [[0, 0, 0, 0.0]] * (MOST_TIMINGS + 1)},
+    {"recent_steps": [[1, 2, 3, 0.5]]},
+    {"recent_steps": [[0, 0, 0, 0.0, 0]] * (MOST_TIMINGS + 1)},
     {"seen": {"r": -1}},
     {"seen": {"": 1}},
     {"seen": {str(n): 1 for n in range(MOST_ROUTERS + 1)}},
@@ -138,7 +139,7 @@ def test_figures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
         # Arrays and maps that say they hold 2**32 - 1 entries.
         b"\xdd\xff\xff\xff\xff",
         encode(message()).replace(
-            msgspec.msgpack.encode([[0, 0, 0, 0.0]]), b"\xdd\xff\xff\xff\xff"
+            msgspec.msgpack.encode([[0, 0, 0, 0.0, 0]]), b"\xdd\xff\xff\xff\xff"
         ),
         encode(message()) + bytes(MOST_BYTES),
     ],

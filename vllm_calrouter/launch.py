@@ -36,6 +36,7 @@ _POLICY_KEYS = {
     "length_threshold_tokens": ("length_threshold",),
     "long_share": ("length_threshold",),
     "seed": ("power_of_two",),
+    "calibration": opt.PRICING_POLICIES,
 }
 
 #: Keys that mean something only where prefill has engines of its own.
@@ -75,7 +76,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
             f"write --router-plugin {opt.PLUGIN_NAME}"
         )
     options = opt.parse(config)
-    _check_effect(config, options)
+    check_effect(config, options)
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
     _check_models(args, options)
@@ -101,7 +102,7 @@ def _written_config(args: Namespace) -> dict[str, Any]:
     return config
 
 
-def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
+def check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
     orders = {options.order, options.decode_order}
     if "max_overtake_s" in config and "deadline" not in orders:
         raise OptionError(
@@ -130,6 +131,8 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
                 f"{options.predictor}: drop it or write "
                 f"--router-config.predictor {predictor}"
             )
+    if "calibration" in config:
+        _check_calibration(options)
     if options.prefill:
         return
     for key in config:
@@ -138,6 +141,16 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
                 f"--router-config.{key} has no effect when every engine does both: "
                 "add --router-config.prefill N"
             )
+
+
+def _check_calibration(options: RouterOptions) -> None:
+    from vllm_calrouter import transport
+
+    if options.calibration and options.telemetry == transport.OFF:
+        raise OptionError(
+            "--router-config.calibration on has no effect without what engines tell: "
+            "drop it or --router-config.telemetry off"
+        )
 
 
 def _check_launch_mode(args: Namespace, environ: Mapping[str, str]) -> None:

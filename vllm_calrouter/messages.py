@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-VERSION = 1
+VERSION = 2
 
 #: Under this key a leg's `extra_args` say whose it is: {"router": uid, "booking":
 #: number, "output_tokens": predicted length}. Its engine echoes the highest booking.
@@ -58,6 +58,7 @@ class StepTiming(Struct, array_like=True, frozen=True, gc=False):
     decode_seqs: _Count
     context_tokens: _Count
     seconds: _Seconds
+    prefill_squares: _Count
 
 
 class Transfer(Struct, array_like=True, frozen=True, gc=False):

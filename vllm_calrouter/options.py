@@ -73,6 +73,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: str = "vllm"
     profile: str | None = None
+    calibration: bool = True
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
@@ -119,6 +120,8 @@ HELP = {
     "profile": "calibrated, paper, and every order but fcfs: what work costs on these "
     "engines; the name of a shipped profile or a file. Without it an A40's figures "
     "stand in.",
+    "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
+    "that engines report, beginning with the profile. Off: only tell when it is wrong.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "

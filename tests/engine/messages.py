@@ -32,7 +32,7 @@ def message(**changes: Any) -> EngineMessage:
         "transfer_s": 0.0,
         "recent_transfers": [],
         "steps": 1,
-        "recent_steps": [StepTiming(0, 0, 0, 0.0)],
+        "recent_steps": [StepTiming(0, 0, 0, 0.0, 0)],
         "step_age_s": 0.0,
         "seen": {},
         **changes,

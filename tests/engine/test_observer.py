@@ -489,7 +489,7 @@ def test_the_shape_of_each_step_is_what_the_workers_are_asked(
     engine: Engine, seed: int
 ) -> None:
     story = Story(engine, seed)
-    asked: deque[tuple[int, int, int]] = deque(maxlen=MOST_TIMINGS)
+    asked: deque[tuple[int, int, int, int]] = deque(maxlen=MOST_TIMINGS)
     answer = engine.scheduler.update_from_output
 
     def noted(output: SchedulerOutput, result: ModelRunnerOutput) -> Any:
@@ -497,7 +497,7 @@ def test_the_shape_of_each_step_is_what_the_workers_are_asked(
             asked.append(shapes.popleft())
         return answer(output, result)
 
-    shapes: deque[tuple[int, int, int]] = deque()
+    shapes: deque[tuple[int, int, int, int]] = deque()
     schedule = engine.scheduler.schedule
 
     def shaped() -> SchedulerOutput:
@@ -511,19 +511,19 @@ def test_the_shape_of_each_step_is_what_the_workers_are_asked(
     for _ in story.tell(200):
         said = engine.observer.message()
         steps = [
-            (s.prefill_tokens, s.decode_seqs, s.context_tokens)
+            (s.prefill_tokens, s.prefill_squares, s.decode_seqs, s.context_tokens)
             for s in said.recent_steps
         ]
         assert steps == list(asked)
     assert said.steps > MOST_TIMINGS
 
 
-def shape(engine: Engine, output: SchedulerOutput) -> tuple[int, int, int]:
+def shape(engine: Engine, output: SchedulerOutput) -> tuple[int, int, int, int]:
     """A step as `StepTiming` words it, from what goes to the workers."""
     before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     before |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    prefill = seqs = context = 0
+    prefill = squares = seqs = context = 0
     for name, tokens in output.num_scheduled_tokens.items():
         request = engine.scheduler.requests[name]
         end = request.num_prompt_tokens
@@ -531,10 +531,11 @@ def shape(engine: Engine, output: SchedulerOutput) -> tuple[int, int, int]:
             end = max(end, request.num_tokens - 1)
         if before[name] < end - 1:
             prefill += tokens
+            squares += (before[name] + tokens) ** 2 - before[name] ** 2
         else:
             seqs += 1
             context += before[name]
-    return prefill, seqs, context
+    return prefill, squares, seqs, context
 
 
 def seconds(engine: Engine) -> list[float]:

@@ -480,3 +480,12 @@ def test_a_silent_engine_is_not_taken_to_work_on() -> None:
     told = figures(prefill_tokens=60_000, running=0, now_s=5.0)
     quiet = price(Phase.PREFILL, told, now_s=6.0)
     assert price(Phase.PREFILL, told, now_s=8.0) == pytest.approx(quiet + 2.0)
+
+
+@pytest.mark.parametrize("serves", SERVES)
+def test_an_engine_stuck_in_a_step_is_not_taken_to_work_on(
+    serves: Phase | None,
+) -> None:
+    told = figures(prefill_tokens=16_000, now_s=5.0)
+    stuck = price(serves, {**told, "step_age_s": 60.0}, now_s=5.0)
+    assert stuck > price(serves, told, now_s=5.0) + 50

@@ -22,7 +22,7 @@ from packaging.version import Version
 from examples.cpu_cluster import Cluster
 from examples.tiny_model import make_tiny_model
 from tests.e2e.talk import Server, gather, prompt_ids
-from tests.release.made_up_model import continuation
+from vllm_calrouter.emulation.made_up_model import continuation
 
 pytestmark = pytest.mark.e2e
 
@@ -51,7 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         policy="power_of_two",
         api_servers=API_SERVERS,
         arguments=[
-            *("--worker-cls", "tests.release.worker.KernelFreeWorker"),
+            *("--worker-cls", "vllm_calrouter.emulation.kernel_free.KernelFreeWorker"),
             *("--kv-cache-memory-bytes", str(_KV_CACHE_BYTES)),
             *("--router-config.journal", str(journal)),
         ],

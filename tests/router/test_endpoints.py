@@ -28,6 +28,7 @@ class Client:
         self.introductions = read(
             [introduce(RouterOptions(telemetry="tcp://10.0.0.1:5600"), 1)]
         )
+        self.calibrator: Any = None
 
     async def engine_states(self) -> list[dict[str, Any]]:
         return [{"rank": rank} for rank in range(3)]
@@ -52,7 +53,7 @@ async def test_the_state_shows_every_engine() -> None:
 
 async def test_the_state_shows_what_was_heard() -> None:
     heard = [{"rank": 0, "age_s": None}, {"rank": 1, "age_s": 0.25}]
-    ear = SimpleNamespace(describe=lambda: heard)
+    ear = SimpleNamespace(describe=lambda: heard, refresh=lambda: None)
     state = (await page(None, ear)).get("/router/state").json()
     assert state["heard"] == heard
     assert (await page(None)).get("/router/state").json()["heard"] == []

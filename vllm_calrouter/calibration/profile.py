@@ -120,6 +120,18 @@ class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Seconds to move the KV cache of `tokens` tokens over a free link."""
         return self.transfer_base_s + self.wire_s(tokens)
 
+    def changed(self, **constants: float) -> EngineCosts:
+        """The same with other constants, each moved to the nearest value that can be.
+
+        For fits, which may end a hair below 0. Raises ValueError for one that is not
+        finite.
+        """
+        within = {}
+        for name, value in constants.items():
+            low, high = _BOUNDS[name]
+            within[name] = min(max(value, low), high)
+        return msgspec.structs.replace(self, **within)
+
     def faster(self, factor: float) -> EngineCosts:
         """The same engine at `factor` times the speed; KV memory and link unchanged.
 

@@ -114,7 +114,7 @@ class Observer:
         self._recent_transfers: deque[Transfer] = deque(maxlen=MOST_TIMINGS)
         self._steps = 0
         self._recent_steps: deque[StepTiming] = deque(maxlen=MOST_TIMINGS)
-        self._under_way: deque[tuple[int, int, int]] = deque()
+        self._under_way: deque[tuple[int, int, int, int]] = deque()
         self._began_s = 0.0
         self._busy = False
         #: Whether anything but growth happened since the last message, and its time.
@@ -165,7 +165,8 @@ class Observer:
         self._busy = bool(output.num_scheduled_tokens)
         if self._busy:
             now = self._clock()
-            timing = StepTiming(*self._under_way.popleft(), now - self._began_s)
+            tokens, seqs, context, squares = self._under_way.popleft()
+            timing = StepTiming(tokens, seqs, context, now - self._began_s, squares)
             self._recent_steps.append(timing)
             self._steps += 1
             self._began_s = now
@@ -294,10 +295,10 @@ class Observer:
             return 0
         return max(0, target - ready) - self._to_come(request)
 
-    def _shape(self, output: SchedulerOutput) -> tuple[int, int, int]:
+    def _shape(self, output: SchedulerOutput) -> tuple[int, int, int, int]:
         """The step just scheduled, as `StepTiming` words it."""
         ran = output.num_scheduled_tokens
-        prefill_tokens, seqs = 0, len(ran)
+        prefill_tokens, squares, seqs = 0, 0, len(ran)
         batch = self._scheduler.running
         context = sum([request.num_computed_tokens for request in batch])
         context -= output.total_num_scheduled_tokens
@@ -316,9 +317,10 @@ class Observer:
             # of decode does.
             if before < _prefill_end(request) - 1:
                 prefill_tokens += tokens
+                squares += tokens * (before + request.num_computed_tokens)
                 seqs -= 1
                 context -= before
-        return prefill_tokens, seqs, context
+        return prefill_tokens, seqs, context, squares
 
     def _note_prefilling(self, output: SchedulerOutput) -> None:
         """Note who was admitted, and forget who has its prompt computed."""

@@ -11,8 +11,7 @@ from vllm_calrouter.calibration import EngineCosts, load
 if TYPE_CHECKING:
     from vllm_calrouter.options import RouterOptions
 
-#: What stands in where nothing was measured. Among equal engines a common scale falls
-#: out of every comparison, so it ranks them rightly until a profile is there.
+#: What stands in where nothing was measured, until the engines' own steps were fitted.
 STAND_IN = "a40-qwen2.5-3b"
 
 

@@ -11,11 +11,12 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_calrouter import introduction, transport
-from vllm_calrouter.engine.scheduler import STATE_UTILITY
+from vllm_calrouter.engine.scheduler import STATE_UTILITY, role_of
 from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
-from vllm_calrouter.options import OptionError, RouterOptions
-from vllm_calrouter.placement import Limits, engine_limits
+from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
+from vllm_calrouter.placement import Limits, engine_costs, engine_limits
+from vllm_calrouter.router.calibrator import Calibrator
 from vllm_calrouter.router.clocks import Clocks
 from vllm_calrouter.router.first_token import first_token_rules
 from vllm_calrouter.router.journal import Journal
@@ -57,7 +58,8 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         self.introductions: list[Introduction] = []
         self._clocks: Clocks | None = None
         self.subscriber: Subscriber | None = None
-        self._listening: asyncio.Task[None] | None = None
+        self.calibrator: Calibrator | None = None
+        self._listening: list[asyncio.Task[None]] = []
         self._mending: asyncio.Task[None] | None = None
         self._started = False
 
@@ -103,20 +105,24 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
 
     def _listen(self) -> None:
         router = self._router
+        if router.options.policy in PRICING_POLICIES:
+            self.calibrator = _calibrator(router)
         self.subscriber = Subscriber(
             [engine.url for engine in self.introductions if engine.url],
             router=router.uid,
             table=router.placer.table,
             keys=_router_keys(router.options),
             metrics=router.metrics,
+            listener=self.calibrator.hear if self.calibrator else None,
         )
         router.placer.refresh = self.subscriber.refresh
-        self._listening = asyncio.create_task(self.subscriber.run())
+        self._listening.append(asyncio.create_task(self.subscriber.run()))
+        if self.calibrator is not None:
+            self._listening.append(asyncio.create_task(self.calibrator.run()))
 
     def _stop_listening(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
-            self._listening = None
+        while self._listening:
+            self._listening.pop().cancel()
         if self.subscriber is not None:
             self._router.placer.refresh = None
             self.subscriber.close()
@@ -207,6 +213,17 @@ def _limits(config: Any, options: RouterOptions, engines: int) -> list[Limits]:
     scheduler = config.scheduler_config
     common = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return engine_limits(options, engines, common)
+
+
+def _calibrator(router: Router) -> Calibrator:
+    options, pools = router.options, router.pools
+    return Calibrator(
+        engine_costs(options, pools.engines),
+        [role_of(rank, options) for rank in range(pools.engines)],
+        router.placer.table,
+        takes_over=options.calibration,
+        metrics=router.metrics,
+    )
 
 
 async def _drop_expired(router: Router) -> None:

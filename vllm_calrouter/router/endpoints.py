@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,12 +22,16 @@ if TYPE_CHECKING:
     from vllm_calrouter.router.client import RouterClient
     from vllm_calrouter.router.router import Router
 
+#: Engines answer between two steps.
+_ANSWER_S = 5.0
+
 
 class RouterEndpoints:
     """The router's pages, and its ear for headers.
 
     - `GET /router/state`: this API server's books, where the engines are, what it heard
-      of them and how long ago, and what they hold now.
+      of them and how long ago, what work costs there, and what they hold now
+      (`?engines=false`: without asking them, which waits for a step's end).
     - `GET /router/decisions`: the last requests it routed, as the journal has them.
     """
 
@@ -48,26 +53,27 @@ class RouterEndpoints:
             AuthenticationMiddleware(app=None, tokens=keys) if keys else None
         )
 
-    async def _state(self, request: Request) -> JSONResponse:
+    async def _state(self, request: Request, engines: bool = True) -> JSONResponse:
         if _is_locked(request):
             return _unauthorized()
         client: RouterClient = request.app.state.calrouter_client
         assert client.router is not None
-        engines = await client.engine_states()
+        held = await _held(client) if engines else []
+        if client.subscriber:
+            client.subscriber.refresh()
         heard = client.subscriber.describe() if client.subscriber else []
         hosts = [
             {"rank": engine.rank, "host": engine.host, "telemetry": engine.url}
             for engine in client.introductions
         ]
-        state = describe(client.router)
-        return JSONResponse(
-            {**state, "hosts": hosts, "heard": heard, "engines": engines}
-        )
+        costs = client.calibrator.describe() if client.calibrator else []
+        state = {**describe(client.router), "hosts": hosts, "heard": heard}
+        return JSONResponse({**state, "calibration": costs, "engines": held})
 
     async def _decisions(
         self,
         request: Request,
-        limit: Annotated[int, Query(ge=1, le=10_000)] = 20,
+        limit: Annotated[int, Query(ge=1, le=500)] = 20,
         request_id: str | None = None,
     ) -> Response:
         if _is_locked(request):
@@ -76,6 +82,14 @@ class RouterEndpoints:
         # As the journal is written: scores may be infinite, which JSON has no word for.
         found = msgspec.json.encode(router.decisions(limit, request_id))
         return Response(found, media_type="application/json")
+
+
+async def _held(client: RouterClient) -> list[dict[str, Any]] | None:
+    """What engines hold; None when one does not answer, which a page must survive."""
+    try:
+        return await asyncio.wait_for(client.engine_states(), _ANSWER_S)
+    except TimeoutError:
+        return None
 
 
 def _is_locked(request: Request) -> bool:

@@ -86,9 +86,9 @@ class FirstToken:
         stop = request.sampling_params.stop
         if not stop or self.tokenizer is None:
             return False
-        # To be sure takes the detokenizer, which reads the whole prompt. It is not asked
-        # where the token alone shows no stop string: if there is one all the same, the
-        # API server finds it and aborts the decode leg.
+        # To be sure takes the detokenizer, which reads the whole prompt. It is not
+        # asked where the token alone shows no stop string: if there is one all the
+        # same, the API server finds it and aborts the decode leg.
         alone = self.tokenizer.decode(token_ids)
         strings = [stop] if isinstance(stop, str) else stop
         if not any(string.strip() in alone for string in strings):

@@ -54,7 +54,8 @@ class Journal:
         while (record := self._lines.get()) is not None:
             try:
                 os.write(self._file, encoder.encode(record) + b"\n")
-            except OSError as error:
+            except Exception as error:
+                # One bad record must not end the journal.
                 self.dropped += 1
-                logger.warning_once("the router's journal lost a line: %s", error)
+                logger.warning_once("the router's journal lost a line: %s", str(error))
         os.close(self._file)

@@ -92,6 +92,14 @@ class RouterMetrics:
             multiprocess_mode="livemax",
         )
 
+        self._step_ratio = Gauge(
+            _PREFIX + "step_prediction_ratio",
+            "Predicted / measured seconds of an engine's last steps, in the median.",
+            ("engine",),
+            registry=registry,
+            multiprocess_mode="livemostrecent",
+        )
+
         def ratio(name: str, text: str, *labels: str) -> Histogram:
             return Histogram(
                 _PREFIX + name,
@@ -129,6 +137,9 @@ class RouterMetrics:
 
     def silence(self, rank: int, seconds: float) -> None:
         self._silence_s.labels(str(rank)).set(seconds)
+
+    def step_predicted(self, rank: int, ratio: float) -> None:
+        self._step_ratio.labels(str(rank)).set(ratio)
 
     def output_predicted(self, source: str, predicted: int, actual: int) -> None:
         """How far off a predicted output length was; `actual` is at least 1."""

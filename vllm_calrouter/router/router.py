@@ -268,7 +268,7 @@ class Router:
             wishes = self._rules.read(params.extra_args, model)
         except VLLMValidationError as error:
             # Only what came past `intake.py`: too late to refuse it.
-            logger.warning_once("wishes ignored: %s", error)
+            logger.warning_once("wishes ignored: %s", str(error))
             wishes = self._rules.defaults(model)
         return wishes, Features(
             number=next(self._numbers),

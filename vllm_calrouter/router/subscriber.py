@@ -84,6 +84,7 @@ class Subscriber:
         table: takes the messages.
         keys: the router's, to listen only to engines that have theirs.
         metrics: counts messages and tells how long engines have been silent.
+        listener: gets every message that went into the table.
         clock: seconds; the one that the table's times are on.
 
     Raises:
@@ -98,6 +99,7 @@ class Subscriber:
         table: Hears,
         keys: Keys | None = None,
         metrics: RouterMetrics | None = None,
+        listener: Callable[[EngineMessage], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         for url in urls:
@@ -105,10 +107,13 @@ class Subscriber:
         self._router = router
         self._table = table
         self._metrics = metrics
+        self._listener = listener
         self._clock = clock
         self._looked_s = -math.inf
         self._heard: list[Heard | None] = [None] * len(urls)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # ZeroMQ's own limit is 1,023.
+        self._context.set(zmq.MAX_SOCKETS, len(urls) + 16)
         self._sockets = [self._connect(url, keys) for url in urls]
         self._signals = select.epoll()
         self._rank_of = {ear.FD: rank for rank, ear in enumerate(self._sockets)}
@@ -207,7 +212,7 @@ class Subscriber:
                 return "wrong_rank"
             return self._book(rank, message, now_s)
         except VersionError as error:
-            logger.warning_once("engine %d: %s: not heard", rank, error)
+            logger.warning_once("engine %d: %s: not heard", rank, str(error))
             return "wrong_version"
         # The table refuses figures that contradict each other.
         except (MessageError, ValueError):
@@ -217,6 +222,8 @@ class Subscriber:
         if not hear(self._table, message, self._router, now_s):
             return "stale"
         self._heard[rank] = Heard(message, now_s)
+        if self._listener is not None:
+            self._listener(message)
         return "heard"
 
     def _tell_silence(self) -> None:

@@ -22,7 +22,7 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from vllm.v1.worker.utils import allocate_kv_cache
 from vllm.v1.worker.worker_base import CompilationTimes
 
-from tests.release.made_up_model import kept, next_token
+from vllm_calrouter.emulation.made_up_model import kept, next_token
 
 
 class KernelFreeWorker(Worker):  # type: ignore[misc]
@@ -42,7 +42,10 @@ class KernelFreeWorker(Worker):  # type: ignore[misc]
             self.local_rank,
             "gloo",
         )
-        self.model_runner = KernelFreeRunner(self.vllm_config)
+        self.model_runner = self.make_runner()
+
+    def make_runner(self) -> KernelFreeRunner:
+        return KernelFreeRunner(self.vllm_config)
 
     def load_model(self, **_: Any) -> None:
         """Nothing to load."""
@@ -69,6 +72,9 @@ class KernelFreeRunner:
     """What `Worker` asks of its model runner."""
 
     is_pooling_model = False
+
+    #: How much of a text's end the next token depends on; None: on all of it.
+    reads_tokens: int | None = None
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
@@ -188,7 +194,8 @@ class KernelFreeRunner:
             cache[blocks, :, offsets] = row[:, None, None]
 
     def _read(self, text: Text, end: int) -> torch.Tensor:
-        blocks, offsets = self._places(text.blocks, 0, end)
+        start = max(0, end - self.reads_tokens) if self.reads_tokens else 0
+        blocks, offsets = self._places(text.blocks, start, end)
         # The mean of equal small integers is exact; of spoilt content it is another.
         return torch.stack(
             [cache[blocks, :, offsets].mean(dim=(1, 2)) for cache in self.caches]

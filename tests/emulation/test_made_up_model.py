@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.release.made_up_model import continuation, kept, next_token
+from vllm_calrouter.emulation.made_up_model import continuation, kept, next_token
 
 TOKENS = list(range(10, 80))
 

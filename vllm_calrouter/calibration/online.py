@@ -1,0 +1,230 @@
+"""The same constants, kept up to date step by step.
+
+Recursive least squares in information form with directional forgetting: what a step
+says nothing of is not forgotten (L. Cao and H. Schwartz, A directional forgetting
+algorithm based on the decomposition of the information matrix, Automatica 36, 2000). An
+engine that has only decoded for an hour still knows what prefill costs.
+
+A step that does not fit is not learned from. When most of the last ones do not, the
+engine has become another (or the prior was wrong), and the last steps are fitted
+together by `fit.fit_steps`, as the first ones are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from vllm_calrouter.calibration.fit import (
+    DECODE_BASE,
+    LEAST_NOISE,
+    PREFILL_BASE,
+    Array,
+    as_arrays,
+    errors_by_name,
+    fit_steps,
+    is_timed,
+    nonnegative,
+    prior_of,
+    regressors,
+    shares,
+    with_values,
+)
+from vllm_calrouter.calibration.profile import EngineCosts
+from vllm_calrouter.messages import StepTiming
+
+#: Steps after which what one of them said of its own direction weighs 1/e.
+MEMORY_STEPS = 150
+
+#: Steps of a kind that are kept, and how many the first fit takes.
+WINDOW_STEPS: Final = 32
+FIRST_STEPS: Final = 16
+
+#: So many of `FIRST_STEPS` that do not fit are no accident.
+_MOST_OF_FIRST: Final = 12
+
+#: A prediction this uncertain (standard error, relative) is not used.
+GOOD_ENOUGH = 0.05
+
+#: Residuals, in standard deviations, from which a step counts less, and not at all.
+_CLIP = 2.0
+_REJECT = 6.0
+
+#: How fast the noise follows the residuals, a step.
+_NOISE_RATE = 0.02
+_MOST_NOISE = 1.0
+_MAD = 1.4826
+
+#: No less information is divided by.
+_NOTHING_KNOWN = 1e-9
+
+
+class _Kind:
+    """The last steps of one kind, and which of them fitted."""
+
+    def __init__(self) -> None:
+        self.steps: deque[StepTiming] = deque(maxlen=WINDOW_STEPS)
+        self.rejected: deque[bool] = deque(maxlen=FIRST_STEPS)
+        self.fits = 0
+
+    def note(self, step: StepTiming, *, rejected: bool) -> None:
+        self.steps.append(step)
+        self.rejected.append(rejected)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there are enough steps for the first fit, or for the second."""
+        if self.fits == 0:
+            return len(self.steps) >= FIRST_STEPS
+        return self.fits == 1 and len(self.steps) >= WINDOW_STEPS
+
+    @property
+    def is_another(self) -> bool:
+        """Whether most of the last steps did not fit."""
+        return self.fits > 0 and sum(self.rejected) >= _MOST_OF_FIRST
+
+    def fitted(self) -> None:
+        self.fits += 1
+        self.rejected.clear()
+
+
+class OnlineFit:
+    """One engine's constants as its steps tell them; memory and time are bounded.
+
+    Args:
+        prior: what is thought of the engine before it is heard; of the constants, not
+            of their scale.
+    """
+
+    def __init__(self, prior: EngineCosts) -> None:
+        self._prior = prior
+        self._estimate, self._scale = prior_of(prior)
+        #: Of the constants in units of the scale.
+        self._information = np.eye(len(self._estimate))
+        self._noise = 1.0
+        self._prefill, self._decode = _Kind(), _Kind()
+        self.steps = 0
+
+    def observe(self, step: StepTiming) -> None:
+        """Take in one step."""
+        if not is_timed(step):
+            return
+        self.steps += 1
+        kind = self._prefill if step.prefill_tokens else self._decode
+        kind.note(step, rejected=self._begun and not self._learn(step))
+        if kind.is_due:
+            self._fit_together(kind)
+        elif kind.is_another:
+            self._begin_again(kind)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last steps are predicted well enough to price by."""
+        if not self._begun:
+            return False
+        return all(
+            self._error_of(kind) <= GOOD_ENOUGH
+            for kind in (self._prefill, self._decode)
+            if kind.fits
+        )
+
+    @property
+    def costs(self) -> EngineCosts:
+        """The prior's, with what was learned."""
+        values = nonnegative(self._information, self._estimate / self._scale)
+        return with_values(self._prior, values * self._scale)
+
+    @property
+    def standard_errors(self) -> dict[str, float]:
+        """By constant, in its unit; infinite before the first fit."""
+        if not self._begun:
+            return dict.fromkeys(errors_by_name(self._information), math.inf)
+        covariance = np.linalg.inv(self._information)
+        return errors_by_name(covariance * np.outer(self._scale, self._scale))
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of single steps, relative."""
+        return self._noise
+
+    @property
+    def _begun(self) -> bool:
+        return bool(self._prefill.fits or self._decode.fits)
+
+    def _learn(self, step: StepTiming) -> bool:
+        """Change the estimate by one step; False when it does not fit."""
+        rows, offs = shares(self._row(step), step.seconds, self._estimate, self._scale)
+        row, off = rows[0], float(offs[0])
+        uncertain = float(row @ np.linalg.solve(self._information, row))
+        z = abs(off) / math.sqrt(self._noise**2 + uncertain)
+        self._note_noise(off, uncertain)
+        if z > _REJECT:
+            return False
+        weight = min(1.0, _CLIP / max(z, _CLIP)) / self._noise**2
+        told = self._information @ row
+        known = max(float(row @ told), _NOTHING_KNOWN)
+        self._information += weight * np.outer(row, row)
+        self._information -= np.outer(told, told / (MEMORY_STEPS * known))
+        change = np.linalg.solve(self._information, row)
+        change *= weight * off
+        change *= self._scale
+        self._estimate = self._estimate + change
+        return True
+
+    def _row(self, step: StepTiming) -> Array:
+        """`regressors` of one step, in less time."""
+        leads = self._estimate[PREFILL_BASE] > self._estimate[DECODE_BASE]
+        on_prefill = step.prefill_tokens > 0 and (leads or not step.decode_seqs)
+        row = (
+            on_prefill,
+            step.prefill_tokens,
+            step.prefill_squares,
+            not on_prefill,
+            step.decode_seqs,
+            step.context_tokens,
+        )
+        return np.array([row], dtype=np.float64)
+
+    def _note_noise(self, off: float, uncertain: float) -> None:
+        """Let the noise follow the median of |residual|, which outliers do not move."""
+        if uncertain > self._noise**2:
+            # The residual is the estimate's error rather than noise.
+            return
+        above = _MAD * abs(off) > self._noise
+        noise = self._noise * math.exp(_NOISE_RATE if above else -_NOISE_RATE)
+        self._noise = min(max(noise, LEAST_NOISE), _MOST_NOISE)
+
+    def _fit_together(self, kind: _Kind) -> None:
+        """Start from the steps kept of both kinds."""
+        steps = [*self._prefill.steps, *self._decode.steps]
+        fit = fit_steps(steps, self.costs if self._begun else self._prior)
+        self._estimate, self._scale = prior_of(fit.costs)
+        unit = np.outer(self._scale, self._scale)
+        self._information = np.linalg.inv(fit.covariance / unit)
+        self._noise = min(fit.noise, _MOST_NOISE)
+        kind.fitted()
+
+    def _begin_again(self, kind: _Kind) -> None:
+        """Forget what the engine was, and start from what did not fit.
+
+        Of the other kind its constants' proportion to these is kept, until it is heard.
+        """
+        last = list(kind.steps)[-len(kind.rejected) :]
+        odd = [s for s, out in zip(last, kind.rejected, strict=True) if out]
+        for each in (self._prefill, self._decode):
+            each.steps.clear()
+            each.rejected.clear()
+            each.fits = 0
+        kind.steps.extend(odd)
+        self._fit_together(kind)
+
+    def _error_of(self, kind: _Kind) -> float:
+        """Standard error of the prediction of a kind's last steps, relative."""
+        work, _ = as_arrays(list(kind.steps))
+        rows = regressors(work, self._estimate)
+        rows, _ = shares(rows, 0.0, self._estimate, self._scale)
+        variances = np.sum(rows * np.linalg.solve(self._information, rows.T).T, axis=1)
+        return float(np.sqrt(np.median(variances)))

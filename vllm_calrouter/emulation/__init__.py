@@ -1,0 +1,5 @@
+"""Real engines that take as long as other hardware would."""
+
+from vllm_calrouter.emulation.pacing import KEY, Pace, arguments
+
+__all__ = ["KEY", "Pace", "arguments"]
