@@ -1,8 +1,7 @@
 """The hook that keeps an engine's waiting queue in an order of ours.
 
 `ordered` extends the scheduler class in use. Before each step the `Ordering` behind it
-chooses who goes next and how many tokens the step may hold; vLLM's `schedule` then does
-what it always does, on our queue and under that limit.
+chooses who goes next; vLLM's `schedule` then does what it always does, on our queue.
 """
 
 from __future__ import annotations
@@ -21,9 +20,10 @@ from vllm.v1.core.sched.request_queue import (
     SchedulingPolicy,
     create_request_queue,
 )
+from vllm.v1.request import RequestStatus
 
 from vllm_calrouter.engine.observer import booking_of
-from vllm_calrouter.ordering import Deadline, Job, ShortFirst, Step
+from vllm_calrouter.ordering import Deadline, Job, Order, ShortFirst, Step
 from vllm_calrouter.ordering.queue import OrderedQueue
 from vllm_calrouter.ordering.short_first import urgency_s
 
@@ -147,58 +147,52 @@ class Ordering:
         self._costs = costs
         self._clock = clock
         self._reader = Reader(scheduler, costs, clock)
-        # Without chunks vLLM leaves a prompt that does not fit, and all behind it.
-        chunks = scheduler.scheduler_config.enable_chunked_prefill
-        self._cuts_steps = order == "deadline" and chunks
         #: When the steps under way are expected to have ended.
         self._free_s = clock()
         self._under_way: deque[float] = deque()
+
+        def make_order() -> Order:
+            return Deadline(max_overtake_s) if order == "deadline" else ShortFirst()
+
         self._queue = OrderedQueue(
             self._reader.read,
-            lambda: Deadline(max_overtake_s) if order == "deadline" else ShortFirst(),
+            make_order,
             by_priority=scheduler.policy == SchedulingPolicy.PRIORITY,
         )
         scheduler.waiting = self._queue
 
-    def begin_step(self, scheduler: Any) -> int:
-        """Choose who goes next; returns the tokens that the step may hold.
+    def begin_step(self, scheduler: Any) -> None:
+        """Choose who goes next.
 
         A fault of an order's own must not cost a request: it is logged, and vLLM's own
         queue takes over.
         """
-        most: int = scheduler.max_num_scheduled_tokens
-        now_s = self._clock()
-        self._reader.looked_s = now_s
+        self._reader.looked_s = self._clock()
+        if not self._queue.plans:
+            return
         try:
-            return self._choose(scheduler, now_s, most)
+            self._choose(scheduler)
         except Exception:
             logger.exception("this engine serves in vLLM's own order from now on")
             self.step_aside(scheduler)
-            return most
 
-    def _choose(self, scheduler: Any, now_s: float, most: int) -> int:
+    def _choose(self, scheduler: Any) -> None:
         seqs_left = scheduler.max_num_active_reqs - len(scheduler.running)
+        seqs_left -= scheduler.num_waiting_for_streaming_input
         if not self._queue or seqs_left <= 0:
-            return most
-        step = self._step_under(scheduler, now_s, seqs_left, most)
-        needed = most - step.tokens_left
-        if step.tokens_left <= 0:
-            return most
-        self._queue.begin_step(step)
-        if not self._cuts_steps or not step.job_tokens:
-            return most
-        return min(most, needed + step.job_tokens)
+            return
+        step = self._step_under(scheduler, seqs_left)
+        if step.has_room:
+            self._queue.begin_step(step)
 
-    def _step_under(
-        self, scheduler: Any, now_s: float, seqs_left: int, most: int
-    ) -> Step:
+    def _step_under(self, scheduler: Any, seqs_left: int) -> Step:
         """The next step as it would be without any of those that wait."""
         step = Step(
             costs=self._costs,
             price=self._reader.price,
-            start_s=self._start_s(now_s),
+            start_s=self._start_s(self._clock()),
             seqs_left=seqs_left,
-            tokens_left=most,
+            tokens_left=scheduler.max_num_scheduled_tokens,
         )
         for request in scheduler.running:
             done = request.num_computed_tokens
@@ -206,6 +200,8 @@ class Ordering:
             _run(step, done, min(tokens - done, step.tokens_left))
         # Those whose KV cache has come go before all that wait without one.
         for request in scheduler.kv_holding_waiting:
+            if not _may_run(request, scheduler):
+                continue
             done = request.num_computed_tokens
             tokens = max(1, request.num_tokens - done) + scheduler.num_spec_tokens
             _run(step, done, min(tokens, step.tokens_left))
@@ -260,17 +256,12 @@ class _Ordered:
     """Goes before a scheduler class; lets its ordering choose before each step."""
 
     ordering: Ordering | None = None
-    max_num_scheduled_tokens: int
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         if self.ordering is None:
             return super().schedule(*args, **kwargs)  # type: ignore[misc]
-        most: int = self.max_num_scheduled_tokens
-        self.max_num_scheduled_tokens = self.ordering.begin_step(self)
-        try:
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.max_num_scheduled_tokens = most
+        self.ordering.begin_step(self)
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         if self.ordering is not None:
             self.ordering.end_step(output, self)
         return output
@@ -321,6 +312,13 @@ def _run(step: Step, done: int, tokens: int) -> None:
     else:
         step.prefill_tokens += tokens
         step.squares += end * end - done * done
+
+
+def _may_run(request: Request, scheduler: Any) -> bool:
+    """Whether a request that holds KV can be admitted now."""
+    if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+        return request.request_id in scheduler.finished_recving_kv_req_ids
+    return bool(request.status != RequestStatus.WAITING_FOR_STREAMING_REQ)
 
 
 def _is_seconds(value: object) -> TypeGuard[float]:

@@ -37,6 +37,8 @@ class Deadline(Order):
         max_overtake_s: in prompt seconds as the profile prices them; None: no bound.
     """
 
+    plans = True
+
     def __init__(self, max_overtake_s: float | None = None) -> None:
         super().__init__()
         self._most_s = math.inf if max_overtake_s is None else max_overtake_s

@@ -15,6 +15,10 @@ class Order(ABC):
     `add` if the step had no place for them.
     """
 
+    #: Whether it chooses who goes into a step (`take`). Else vLLM takes one after the
+    #: other (`first`) as far as a step goes.
+    plans = False
+
     def __init__(self) -> None:
         self._last_ticket = 0
 
@@ -31,9 +35,9 @@ class Order(ABC):
     def remove(self, job: Job) -> None:
         """Forget a job, handed out or not."""
 
-    @abstractmethod
     def take(self, step: Step) -> None:
         """Hand out the next jobs: put into the step what belongs there."""
+        raise NotImplementedError
 
     @abstractmethod
     def first(self) -> Job | None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import RequestStatus
 
 from vllm_calrouter.ordering.job import Job
 from vllm_calrouter.ordering.order import Order
@@ -34,6 +35,10 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
     then `Order` decides. A request that a step skipped (its adapter or grammar is not
     ready, say) keeps its place.
 
+    Between `begin_step` and `end_step` the queue calls itself empty as soon as those
+    chosen for the step were taken out, so that vLLM fills no step with a piece of
+    another prompt. Were all of them skipped, the next ones are offered.
+
     Args:
         read: what an order has to know of a request that comes to wait.
         make_order: one for each priority.
@@ -47,6 +52,7 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
         *,
         by_priority: bool,
     ) -> None:
+        self.plans = make_order().plans
         self._read = read
         self._make_order = make_order
         self._by_priority = by_priority
@@ -54,14 +60,15 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
         self._jobs: dict[str, Job] = {}
         #: Chosen for the step under way.
         self._front: deque[Job] = deque()
+        #: Whether the step under way is to hold nobody else.
+        self._closed = False
         #: Taken out in the step under way, by id: admitted, or skipped and to return.
         self._popped: dict[str, Job] = {}
 
     def begin_step(self, step: Step) -> None:
-        """Choose who goes into a step."""
-        for job in self._front:
-            self._put_back(job)
-        self._front.clear()
+        """Choose who goes into a step, where the order does (`plans`)."""
+        if not self.plans:
+            return
         self._drop_empty_levels()
         for _, level in sorted(self._levels.items()):
             for job in level.returned:
@@ -73,13 +80,21 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
             if not step.has_room:
                 break
         self._front.extend(step.jobs)
+        self._closed = bool(step.jobs)
 
     def end_step(self) -> None:
-        """The step is put together: who was taken out and did not return, runs."""
+        """The step is put together.
+
+        Who was taken out and did not return, runs; whom it had no place for, waits on.
+        """
         for job in self._popped.values():
             if job.home is not None:
                 job.home.left(job)
         self._popped.clear()
+        self._closed = False
+        for job in self._front:
+            self._put_back(job)
+        self._front.clear()
 
     def add_request(self, request: Request) -> None:
         job = self._read(request)
@@ -133,6 +148,8 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
             self._front = deque(j for j in self._front if j.number not in gone)
 
     def __bool__(self) -> bool:
+        if self._closed and not self._front:
+            return bool(self._jobs) and not any(map(_runs, self._popped.values()))
         return bool(self._jobs)
 
     def __len__(self) -> int:
@@ -183,3 +200,7 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
             return
         used = {job.request.priority for job in self._jobs.values()}
         self._levels = {p: lv for p, lv in self._levels.items() if p in used}
+
+
+def _runs(job: Job) -> bool:
+    return bool(job.request.status == RequestStatus.RUNNING)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from vllm_calrouter.ordering.heap import Heap
 from vllm_calrouter.ordering.job import NOWHERE, Job
 from vllm_calrouter.ordering.order import Order
-from vllm_calrouter.ordering.step import Step
 
 #: Seconds by which a prompt gives way, per second it costs. Chosen by simulation
 #: (docs/policies.md).
@@ -40,10 +39,6 @@ class ShortFirst(Order):
         job.ticket = NOWHERE
         self._waiting.pop(job.number, None)
         self._heap.sweep(len(self._waiting))
-
-    def take(self, step: Step) -> None:
-        # vLLM takes one after the other as far as a step goes.
-        step.full = bool(self._waiting)
 
     def first(self) -> Job | None:
         return self._heap.first()
