@@ -116,6 +116,9 @@ NEEDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
         "EngineCoreOutput",
         ("kv_transfer_params", "prefill_stats", "finish_reason"),
     ),
+    ("vllm.v1.engine", "EngineCoreOutputs", ("engine_index", "timestamp")),
+    ("vllm.v1.engine", "EngineCoreEvent", ("timestamp",)),
+    ("vllm.utils.network_utils", "", ("get_ip",)),
     (
         "vllm.v1.engine.detokenizer",
         "IncrementalDetokenizer",
