@@ -73,7 +73,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: str = "vllm"
     profile: str | None = None
-    calibration: bool = True
+    calibration: bool = False
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True

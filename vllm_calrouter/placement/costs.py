@@ -11,7 +11,7 @@ from vllm_calrouter.calibration import EngineCosts, load
 if TYPE_CHECKING:
     from vllm_calrouter.options import RouterOptions
 
-#: What stands in where nothing was measured, until the engines' own steps were fitted.
+#: What stands in where nothing was measured.
 STAND_IN = "a40-qwen2.5-3b"
 
 
