@@ -31,7 +31,8 @@ REGIMES = {
     "chat": "--workload chat",
     "docs": "--workload docs",
     "reasoning": "--workload reasoning",
-    "mixed, 16 slots": "--workload mixed --max-num-seqs 16",
+    # At the workload's own rate these slots are not nearly enough for anybody.
+    "mixed, 16 slots": "--workload mixed --max-num-seqs 16 --rate 13",
     "mixed, 20k KV": "--workload mixed --kv-tokens 20000",
 }
 
@@ -44,6 +45,8 @@ ROWS = {
     "least-loaded, `deadline`": f"{_LEAST} --router-config order=deadline",
     "the same, `max_overtake_s` 1": f"{_LEAST} --router-config order=deadline "
     "--router-config max_overtake_s=1",
+    "the same, `max_overtake_s` 0.25": f"{_LEAST} --router-config order=deadline "
+    "--router-config max_overtake_s=0.25",
 }
 
 

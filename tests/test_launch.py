@@ -53,6 +53,9 @@ WRONG_LAUNCHES = [
         "drop it or --router-config.telemetry off",
     ),
     ({"router_config": {"online_keys": 20}}, "--router-config.predictor online"),
+    ({"router_config": {"max_overtake_s": 1}}, "--router-config.order deadline"),
+    ({"router_config": {"profile": "a40-qwen2.5-3b"}}, "order short_first or deadline"),
+    ({"router_config": {"decode_order": "deadline"}}, "--router-config.prefill N"),
     ({"router_config": {"noise": 0.2}}, "--router-config.predictor noisy"),
     (
         {"router_config": {"defaults": {"b": {}}}, "served_model_name": ["a"]},
@@ -91,6 +94,14 @@ def test_a_launch_that_cannot_work_says_what_to_write(
 def test_the_rust_front_end_is_refused(value: str) -> None:
     with pytest.raises(OptionError, match="unset VLLM_USE_RUST_FRONTEND"):
         resolve(launch(), {"VLLM_USE_RUST_FRONTEND": value})
+
+
+@pytest.mark.parametrize("order", ["short_first", "deadline"])
+def test_every_order_but_vllm_s_reads_the_profile(order: str) -> None:
+    chosen = {"order": order, "profile": "a40-qwen2.5-3b"}
+    options = resolve(launch(router_config=chosen), {})
+    assert options is not None
+    assert options.order == order
 
 
 def test_a_journal_in_a_folder_still_to_be_made_is_fine(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_token: bool = True
     order: str = FCFS
     decode_order: str = FCFS
-    max_overtake_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
+    max_overtake_s: Annotated[float, Meta(gt=0, le=86_400)] | None = 5.0
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     journal: str | None = None
     telemetry: str = "ipc"

@@ -116,15 +116,18 @@ def test_a_step_is_offered_whom_it_was_chosen_for() -> None:
     assert made.peek_request() is other
 
 
-def test_were_all_of_them_skipped_the_next_are_offered() -> None:
+def test_were_all_of_them_skipped_the_others_are_offered() -> None:
     made = queue("deadline")
-    made.add_request(other := request("other", 900))
-    made.add_request(blocked := request("blocked", due_s=COSTS.prefill_s(100) + 0.01))
+    others = [request("second", 900, due_s=8.0), request("third", 900, due_s=9.0)]
+    blocked = request("blocked", due_s=COSTS.prefill_s(100) + 0.01)
+    for one in (*others, blocked):
+        made.add_request(one)
     made.begin_step(step())
     assert made.pop_request() is blocked
-    assert made
-    assert made.pop_request() is other
-    other.status = RequestStatus.RUNNING
+    for other in others:
+        assert made
+        assert made.pop_request() is other
+        other.status = RequestStatus.RUNNING
     assert not made
     made.prepend_requests([blocked])
     made.end_step()

@@ -6,7 +6,6 @@ chooses who goes next; vLLM's `schedule` then does what it always does, on our q
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +36,9 @@ logger = init_logger("vllm.calrouter")
 
 #: Requests with a deadline after which an older one weighs 1/e in what is typical.
 _MEMORY = 50
+
+#: No deadline is further away, and no clock is as old: about 30 years.
+_MOST_S = 1e9
 
 
 class Reader:
@@ -322,7 +324,8 @@ def _may_run(request: Request, scheduler: Any) -> bool:
 
 
 def _is_seconds(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
+    # Comparisons with what is not a number are false.
+    return isinstance(value, int | float) and -_MOST_S < value < _MOST_S
 
 
 def _is_remote(request: Request) -> bool:

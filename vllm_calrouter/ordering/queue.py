@@ -37,7 +37,7 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
 
     Between `begin_step` and `end_step` the queue calls itself empty as soon as those
     chosen for the step were taken out, so that vLLM fills no step with a piece of
-    another prompt. Were all of them skipped, the next ones are offered.
+    another prompt. Were all of them skipped, the others are offered.
 
     Args:
         read: what an order has to know of a request that comes to wait.
@@ -149,7 +149,8 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
 
     def __bool__(self) -> bool:
         if self._closed and not self._front:
-            return bool(self._jobs) and not any(map(_runs, self._popped.values()))
+            self._closed = any(map(_runs, self._popped.values()))
+            return bool(self._jobs) and not self._closed
         return bool(self._jobs)
 
     def __len__(self) -> int:
