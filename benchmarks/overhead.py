@@ -150,6 +150,7 @@ class EnginelessClient(RouterClient):
         self.engine_inflight: Counter[bytes] = Counter()
         self.eng_start_index = 0
         self.client_count = 1
+        self._clocks = None
 
     async def _send(self, leg: EngineCoreRequest) -> None:
         pass
