@@ -150,7 +150,6 @@ class EnginelessClient(RouterClient):
         self.engine_inflight: Counter[bytes] = Counter()
         self.eng_start_index = 0
         self.client_count = 1
-        self._clocks = None
 
     async def _send(self, leg: EngineCoreRequest) -> None:
         pass
