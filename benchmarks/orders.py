@@ -79,6 +79,7 @@ class Runs:
         """The run, from the file or new."""
         if arguments not in self._known:
             self._known[arguments] = run = self._run(arguments)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
                 file.write(json.dumps([arguments, run]) + "\n")
         return self._known[arguments]
@@ -153,7 +154,7 @@ def markdown(runs: Runs, seeds: Sequence[int], regimes: Sequence[str]) -> str:
 @click.option(
     "--results",
     type=click.Path(path_type=Path, dir_okay=False),
-    default=Path("orders.jsonl"),
+    default=Path(".cache/orders.jsonl"),
     show_default=True,
     help="Where runs are kept; delete it after a change of code.",
 )
