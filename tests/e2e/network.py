@@ -5,6 +5,7 @@ Needs root and `ip` (iproute2). The network is RFC 2544's, which no machine shou
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ AHEAD_S = 86_400
 _WIRE = ("198.18.1.1", "198.18.1.2")
 _OUTSIDE = ("198.18.2.1", "198.18.2.2")
 _BITS = 30
+_NUMBERS = itertools.count(1)
 
 
 class Network:
@@ -31,8 +33,9 @@ class Network:
         self.address = dict(zip("ab", _WIRE, strict=True))
         self.entrance = _OUTSIDE[1]
         # Names of interfaces are at most 15 characters.
-        self._names = {host: f"cal{os.getpid()}{host}" for host in "ab"}
-        self._here = f"cal{os.getpid()}o"
+        name = f"cal{os.getpid()}n{next(_NUMBERS)}"
+        self._names = {host: name + host for host in "ab"}
+        self._here = name + "o"
 
     def inside(self, host: str) -> list[str]:
         """A command that runs what follows it on a host."""
@@ -79,7 +82,9 @@ class Network:
         _set_up(["-n", a], "outside", _OUTSIDE[1])
 
     def _remove(self) -> None:
-        # The wires go with either of their ends.
+        # A wire goes with either of its ends. With a namespace it goes some time later,
+        # and the next network may be there before.
+        subprocess.run(["ip", "link", "del", self._here], capture_output=True)
         for name in self._names.values():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
