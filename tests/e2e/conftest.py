@@ -40,8 +40,6 @@ def split(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         arguments=[
             *("--router-config.journal", str(journal)),
             *("--router-config.decode_max_num_seqs", "16"),
-            *("--router-config.order", "deadline"),
-            *("--router-config.decode_order", "deadline"),
             *("--scheduling-policy", "priority"),
             *("--enable-lora", "--max-lora-rank", "8"),
             *("--lora-modules", f"adapter={lora}"),
@@ -75,7 +73,6 @@ def unified(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
             *("--router-config.slo_classes.loose.ttft_ms", "525"),
             *("--router-config.defaults.tiny.slo", "loose"),
             *("--router-config.predictor", "online"),
-            *("--router-config.order", "short_first"),
         ],
         log=folder / "server.log",
     )
