@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 
+from benchmarks.runs import as_line, code_version, stored
 from vllm_calrouter.simulation.command import simulate
 from vllm_calrouter.simulation.results import mean_and_error
 
@@ -70,19 +71,18 @@ class Runs:
     def __init__(self, path: Path, run: Callable[[str], Run] = ran) -> None:
         self._path = path
         self._run = run
-        self._known: dict[str, Run] = {}
-        if path.exists():
-            lines = path.read_text().splitlines()
-            self._known = dict(json.loads(line) for line in lines)
+        self._known: dict[str, Run] = stored(path)
+        self._code = code_version()
 
     def get(self, arguments: str) -> Run:
         """The run, from the file or new."""
-        if arguments not in self._known:
-            self._known[arguments] = run = self._run(arguments)
+        key = f"{self._code} {arguments}"
+        if key not in self._known:
+            self._known[key] = run = self._run(arguments)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a") as file:
-                file.write(json.dumps([arguments, run]) + "\n")
-        return self._known[arguments]
+                file.write(as_line(key, run))
+        return self._known[key]
 
     def of(self, regime: str, row: str, seeds: Sequence[int]) -> list[Run]:
         """A row's runs in a regime, by seed."""
@@ -156,7 +156,7 @@ def markdown(runs: Runs, seeds: Sequence[int], regimes: Sequence[str]) -> str:
     type=click.Path(path_type=Path, dir_okay=False),
     default=Path(".cache/orders.jsonl"),
     show_default=True,
-    help="Where runs are kept; delete it after a change of code.",
+    help="Where runs are kept.",
 )
 def main(seeds: tuple[int, ...], regimes: tuple[str, ...], results: Path) -> None:
     click.echo(markdown(Runs(results), seeds, regimes))

@@ -15,7 +15,6 @@ printed beside goodput, where TTFT got what it won from.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -30,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from vllm_calrouter import _core
+from benchmarks.runs import as_line, code_version, stored
+from vllm_calrouter.simulation.results import mean_and_error
 
 REGIMES: dict[str, list[str]] = {
     "mixed": ["--workload", "mixed"],
@@ -73,29 +73,6 @@ class Run(NamedTuple):
         return " ".join([code, *self.arguments()])
 
 
-def code_version() -> str:
-    """Another one whenever a figure may change: the package's own sources and core."""
-    package = Path(_core.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".so", ".json"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def stored(path: Path) -> dict[str, Any]:
-    """Runs made before, by key; half a line of a killed run is no run."""
-    found = {}
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                record = json.loads(line)
-                found[record["key"]] = record["run"]
-            except (json.JSONDecodeError, KeyError, TypeError):
-                continue
-    return found
-
-
 def simulate(run: Run) -> Any:
     """Run `calrouter simulate`; raises RuntimeError with its last words."""
     command = [sys.executable, "-m", "vllm_calrouter.cli", "simulate"]
@@ -124,8 +101,7 @@ def make(runs: Sequence[Run], path: Path, workers: int) -> dict[Run, Any]:
             for future in ended:
                 run = futures[future]
                 results[run] = future.result()
-                line = {"key": run.key(code), "run": results[run]}
-                file.write(json.dumps(line) + "\n")
+                file.write(as_line(run.key(code), results[run]))
                 file.flush()
         except BaseException:
             pool.shutdown(cancel_futures=True)
@@ -156,8 +132,7 @@ def cells(
             gains = [one - other for one, other in zip(goodput, base, strict=True)]
             found[regime, setup] = Cell(
                 statistics.mean(goodput),
-                statistics.mean(gains),
-                statistics.stdev(gains) / len(gains) ** 0.5 if len(gains) > 1 else 0.0,
+                *mean_and_error(gains),
                 statistics.mean(run["ttft_s"]["p99"] for run in runs),
                 statistics.mean(run["pause_s"]["p99"] for run in runs),
             )
