@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.logger import init_logger
 
 from vllm_calrouter.calibration import EngineCosts, load
+from vllm_calrouter.calibration.work import Work, work_of_rows
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -96,31 +97,15 @@ def read_pace(additional_config: Any) -> Pace:
         raise PaceError(f"--additional-config {KEY}: {error}") from None
 
 
-class Work(NamedTuple):
-    """What a step computes, as `EngineCosts.step_s` counts it."""
-
-    prefill_tokens: int = 0
-    prefill_squares: int = 0
-    decode_seqs: int = 0
-    decode_context_tokens: int = 0
-
-
 def work_of(step: SchedulerOutput) -> Work:
     """What vLLM's scheduler has put into a step."""
     running = step.scheduled_cached_reqs
     starts = dict(zip(running.req_ids, running.num_computed_tokens, strict=True))
     starts |= {new.req_id: new.num_computed_tokens for new in step.scheduled_new_reqs}
-    prefill_tokens = squares = seqs = context = 0
-    for request, tokens in step.num_scheduled_tokens.items():
-        start = starts[request]
-        end = start + tokens
-        if tokens == 1:
-            seqs += 1
-            context += end
-        else:
-            prefill_tokens += tokens
-            squares += end * end - start * start
-    return Work(prefill_tokens, squares, seqs, context)
+    return work_of_rows(
+        (tokens, starts[request] + tokens)
+        for request, tokens in step.num_scheduled_tokens.items()
+    )
 
 
 class Pacer:

@@ -21,6 +21,7 @@ from vllm.v1.core.sched.request_queue import (
 )
 from vllm.v1.request import RequestStatus
 
+from vllm_calrouter.calibration.work import work_of_rows
 from vllm_calrouter.engine.observer import booking_of
 from vllm_calrouter.ordering import Deadline, Job, Order, ShortFirst, Step
 from vllm_calrouter.ordering.queue import OrderedQueue
@@ -233,16 +234,13 @@ class Ordering:
         return max(now_s, self._free_s) if self._under_way else now_s
 
     def _seconds(self, output: SchedulerOutput, scheduler: Any) -> float:
-        prefill_tokens = squares = seqs = context = 0
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            # vLLM has advanced it already: this is where the step ends.
-            end = scheduler.requests[request_id].num_computed_tokens
-            if tokens == 1:
-                seqs, context = seqs + 1, context + end
-            else:
-                prefill_tokens += tokens
-                squares += end * end - (end - tokens) ** 2
-        return self._costs.step_s(prefill_tokens, squares, seqs, context)
+        # vLLM has advanced them already: this is where the step ends.
+        requests = scheduler.requests
+        work = work_of_rows(
+            (tokens, requests[request_id].num_computed_tokens)
+            for request_id, tokens in output.num_scheduled_tokens.items()
+        )
+        return self._costs.step_s(*work)
 
     def step_aside(self, scheduler: Any) -> None:
         """Give everybody who waits back to a queue of vLLM's own."""

@@ -15,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from vllm_calrouter.calibration import EngineCosts
+from vllm_calrouter.calibration.work import work_of_rows
 from vllm_calrouter.router.legs import KV_PARAMS
 
 if TYPE_CHECKING:
@@ -383,24 +384,20 @@ class Engine:
 
     def _seconds(self, step: SchedulerOutput, quiet: _Quiet | None) -> float:
         """How long a step takes, which also brings in what quiet ones have told."""
+        return self.costs.step_s(*work_of_rows(self._rows(step, quiet)))
+
+    def _rows(
+        self, step: SchedulerOutput, quiet: _Quiet | None
+    ) -> Iterator[tuple[int, int]]:
         requests = self.scheduler.requests
         # The running rows come first, and all of them were there.
         late = 0 if quiet is None or not quiet.done else len(quiet.batch)
-        prefill_tokens = squares = seqs = context = 0
         for request_id, tokens in step.num_scheduled_tokens.items():
             if late and quiet is not None:
                 late -= 1
                 tokens -= quiet.done
             # vLLM has advanced it already: this is where the step ends.
-            end = requests[request_id].num_computed_tokens
-            if tokens == 1:
-                seqs += 1
-                context += end
-            else:
-                start = end - tokens
-                prefill_tokens += tokens
-                squares += end * end - start * start
-        return self.costs.step_s(prefill_tokens, squares, seqs, context)
+            yield tokens, requests[request_id].num_computed_tokens
 
 
 def _own_tokens(leg: EngineCoreRequest) -> int:
