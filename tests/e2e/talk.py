@@ -150,6 +150,18 @@ class Server:
         raise AssertionError(f"{request_id} is not in the journal")
 
 
+async def ask_and_leave(http: httpx.AsyncClient, seconds: float, **body: Any) -> None:
+    """Stream a completion, and hang up after so long if it is not done by then."""
+    try:
+        async with asyncio.timeout(seconds):
+            request = {"model": "tiny", "stream": True, **body}
+            async with http.stream("POST", "/v1/completions", json=request) as answer:
+                async for _ in answer.aiter_lines():
+                    pass
+    except TimeoutError:
+        pass
+
+
 async def gather(limit: int, jobs: list[Any]) -> list[Any]:
     """Await all coroutines, at most `limit` at a time."""
     gate = asyncio.Semaphore(limit)

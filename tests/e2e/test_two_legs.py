@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.talk import Server, gather, prompt_ids
+from tests.e2e.talk import Server, ask_and_leave, gather, prompt_ids
 
 ONE_ENGINE = 2
 PAIRS = {(0, 2), (0, 3), (1, 2), (1, 3)}
@@ -73,25 +73,16 @@ async def test_500_concurrent_requests_get_exactly_their_tokens(split: Server) -
 async def test_200_aborts_at_random_moments_leave_nothing_behind(split: Server) -> None:
     draw = random.Random(2)
 
-    async def ask_and_leave(http: httpx.AsyncClient, seed: int) -> None:
-        body = {
-            "model": "tiny",
-            "prompt": prompt_ids(draw.randrange(1, 600), 1000 + seed),
-            "max_tokens": 200,
-            "ignore_eos": True,
-            "stream": True,
-        }
+    async def ask(http: httpx.AsyncClient, seed: int) -> None:
+        prompt = prompt_ids(draw.randrange(1, 600), 1000 + seed)
         await asyncio.sleep(draw.uniform(0, 2))
-        try:
-            async with asyncio.timeout(draw.choice([0.01, 0.05, 0.1, 0.3, 1.0])):
-                async with http.stream("POST", "/v1/completions", json=body) as answer:
-                    async for _ in answer.aiter_lines():
-                        pass
-        except TimeoutError:
-            pass
+        seconds = draw.choice([0.01, 0.05, 0.1, 0.3, 1.0])
+        await ask_and_leave(
+            http, seconds, prompt=prompt, max_tokens=200, ignore_eos=True
+        )
 
     async with split.async_http() as http:
-        await gather(200, [ask_and_leave(http, seed) for seed in range(200)])
+        await gather(200, [ask(http, seed) for seed in range(200)])
     assert split.settle() == ""
     # Each moment of a request's life was hit, the hand-over included.
     assert split.metric("vllm:calrouter_aborts_total", stage="prefill") > 0
