@@ -41,11 +41,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table as Grid
 
-from benchmarks.price import Booking, Books, NumpyRouter, PlainRouter, Pool, Request
+from benchmarks.price import (
+    A40_QWEN_3B,
+    Booking,
+    Books,
+    NumpyRouter,
+    PlainRouter,
+    Pool,
+    Request,
+)
 from benchmarks.quantiles import quantiles_us
 from vllm_calrouter import _core
 from vllm_calrouter._core import Costs, Phase, Policy, Table
-from vllm_calrouter.placement import A40_QWEN_3B
 
 SIZES = (6, 64, 1024)
 _CHOICES = 20_000

@@ -15,6 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_calrouter._core import TERMS, Costs, Phase
+from vllm_calrouter.calibration import load
+from vllm_calrouter.placement import core_costs
+
+A40_QWEN_3B = core_costs(load("a40-qwen2.5-3b").costs)
 
 #: Of `Table.hear`, what the price reads.
 FIGURES = (

@@ -76,7 +76,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
             f"write --router-plugin {opt.PLUGIN_NAME}"
         )
     options = opt.parse(config)
-    check_effect(config, options)
+    _check_effect(config, options)
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
     _check_models(args, options)
@@ -102,7 +102,7 @@ def _written_config(args: Namespace) -> dict[str, Any]:
     return config
 
 
-def check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
+def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
     orders = {options.order, options.decode_order}
     if "max_overtake_s" in config and "deadline" not in orders:
         raise OptionError(

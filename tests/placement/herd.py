@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from benchmarks.price import A40_QWEN_3B
 from vllm_calrouter import _core
 from vllm_calrouter._core import Costs, Phase, Policy, Table
-from vllm_calrouter.placement import A40_QWEN_3B
 
 BLOCK_TOKENS = 16
 _KV_BLOCKS = A40_QWEN_3B.kv_capacity_tokens // BLOCK_TOKENS

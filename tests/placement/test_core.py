@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.price import A40_QWEN_3B
 from vllm_calrouter import _core
 from vllm_calrouter._core import Phase, Table, make_policy
-from vllm_calrouter.placement import A40_QWEN_3B
 
 phases = st.sampled_from([Phase.PREFILL, Phase.DECODE])
 

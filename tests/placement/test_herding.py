@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import statistics
 
+from benchmarks.price import A40_QWEN_3B
 from tests.placement.herd import Herd
-from vllm_calrouter.placement import A40_QWEN_3B
 
 _ENGINES = 4
 _REQUESTS = 200

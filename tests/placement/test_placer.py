@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.price import A40_QWEN_3B
 from vllm_calrouter._core import TERMS, Phase
 from vllm_calrouter.options import RouterOptions
-from vllm_calrouter.placement import A40_QWEN_3B, Choice, Limits, Placer, Pools
+from vllm_calrouter.placement import Choice, Limits, Placer, Pools
 
 SPLIT = Pools(engines=6, prefill=2)
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.price import Booking, Request, State, terms, total_s
+from benchmarks.price import A40_QWEN_3B, Booking, Request, State, terms, total_s
 from tests.placement.test_ledger import message
 from vllm_calrouter import _core
 from vllm_calrouter._core import TERMS, Costs, Phase, Policy, Table, make_policy
-from vllm_calrouter.placement import A40_QWEN_3B
 
 SERVES = (Phase.PREFILL, Phase.DECODE, None)
 _NAMES = [name for name in dir(Costs) if not name.startswith("_")]

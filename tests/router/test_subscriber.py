@@ -22,7 +22,7 @@ from vllm_calrouter.keys import load_keys, make_keys
 from vllm_calrouter.messages import VERSION, EngineMessage, encode
 from vllm_calrouter.router import subscriber as module
 from vllm_calrouter.router.metrics import RouterMetrics
-from vllm_calrouter.router.subscriber import Hears, Subscriber
+from vllm_calrouter.router.subscriber import Subscriber
 
 #: How long a failing test takes, and nothing else.
 PATIENCE_S = 20.0
@@ -111,7 +111,7 @@ def setting(address: str) -> Iterator[Setting]:
 
 
 def test_the_table_of_the_core_takes_messages() -> None:
-    hears: Hears = Table(2)
+    hears = Table(2)
     assert hears
 
 

@@ -1,7 +1,6 @@
 """Where: which engine of a pool serves a leg. The policies are in `csrc/`."""
 
 from vllm_calrouter.placement.costs import (
-    A40_QWEN_3B,
     Limits,
     core_costs,
     engine_costs,
@@ -10,7 +9,6 @@ from vllm_calrouter.placement.costs import (
 from vllm_calrouter.placement.placer import Choice, Placer, Pools
 
 __all__ = [
-    "A40_QWEN_3B",
     "Choice",
     "Limits",
     "Placer",

@@ -21,9 +21,6 @@ def core_costs(costs: EngineCosts | Costs) -> Costs:
     return Costs(**{name: getattr(costs, name) for name in names})
 
 
-A40_QWEN_3B = core_costs(load(STAND_IN).costs)
-
-
 def engine_costs(options: RouterOptions, engines: int) -> list[EngineCosts]:
     """One engine's constants each, by rank, of the options' profile.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from argparse import Namespace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
 
     from vllm_calrouter.router.client import RouterClient
     from vllm_calrouter.router.router import Router
-
-#: Engines answer between two steps.
-_ANSWER_S = 5.0
 
 
 class RouterEndpoints:
@@ -58,7 +54,7 @@ class RouterEndpoints:
             return _unauthorized()
         client: RouterClient = request.app.state.calrouter_client
         assert client.router is not None
-        held = await _held(client) if engines else []
+        held = await client.engine_states() if engines else []
         if client.subscriber:
             client.subscriber.refresh()
         heard = client.subscriber.describe() if client.subscriber else []
@@ -82,14 +78,6 @@ class RouterEndpoints:
         # As the journal is written: scores may be infinite, which JSON has no word for.
         found = msgspec.json.encode(router.decisions(limit, request_id))
         return Response(found, media_type="application/json")
-
-
-async def _held(client: RouterClient) -> list[dict[str, Any]] | None:
-    """What engines hold; None when one does not answer, which a page must survive."""
-    try:
-        return await asyncio.wait_for(client.engine_states(), _ANSWER_S)
-    except TimeoutError:
-        return None
 
 
 def _is_locked(request: Request) -> bool:

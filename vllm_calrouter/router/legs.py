@@ -76,8 +76,7 @@ def one_leg(
     request: EngineCoreRequest, rank: int, booking: dict[str, Any]
 ) -> EngineCoreRequest:
     """The request as it is, sent to one engine."""
-    leg = copy(request)
-    leg.data_parallel_rank = rank
+    leg = _to(rank, request)
     if request.pooling_params is not None:
         leg.pooling_params = copy(request.pooling_params)
         kwargs = request.pooling_params.extra_kwargs or {}
@@ -99,9 +98,7 @@ def prefill_leg(
     `first_token`: the token it samples is the request's first, so it is sampled as the
     request wants it.
     """
-    leg = copy(request)
-    leg.request_id = f"{request.request_id}-prefill"
-    leg.data_parallel_rank = rank
+    leg = _to(rank, request, "-prefill")
     if not first_token:
         leg.sampling_params = _PREFILL_PARAMS
     _add(leg, {BOOKING: booking, KV_PARAMS: _FOR_A_READER})
@@ -133,6 +130,14 @@ def decode_leg(
     return leg
 
 
+def _to(rank: int, request: EngineCoreRequest, suffix: str = "") -> EngineCoreRequest:
+    """A copy for one engine, under a name of its own where `suffix` makes one."""
+    leg = copy(request)
+    leg.data_parallel_rank = rank
+    leg.request_id += suffix
+    return leg
+
+
 def _shorten(params: SamplingParams, tokens: int) -> None:
     """Leave out what of the output is already there."""
     if params.max_tokens is not None:
@@ -154,9 +159,7 @@ def release_leg(
 
     Without it the blocks stay pinned on the prefill engine until NIXL's lease ends.
     """
-    leg = copy(request)
-    leg.data_parallel_rank = rank
-    leg.request_id = f"{request.request_id}-release"
+    leg = _to(rank, request, "-release")
     # Nothing of the user's sampling: a grammar that does not compile would end the leg
     # before it reaches the connector.
     leg.sampling_params = SamplingParams(

@@ -5,6 +5,9 @@ The label `engine` is the rank, as in vLLM's metrics.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from vllm_calrouter._core import Phase
@@ -34,6 +37,22 @@ class RouterMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(_PREFIX + name, text, labels, registry=registry)
 
+        def gauge(name: str, text: str, over_servers: Any, *labels: str) -> Gauge:
+            return Gauge(
+                _PREFIX + name,
+                text,
+                labels,
+                registry=registry,
+                multiprocess_mode=over_servers,
+            )
+
+        def histogram(
+            name: str, text: str, buckets: Sequence[float], *labels: str
+        ) -> Histogram:
+            return Histogram(
+                _PREFIX + name, text, labels, registry=registry, buckets=buckets
+            )
+
         self._decisions = counter(
             "decisions", "Engines chosen.", "phase", "engine", "policy"
         )
@@ -51,12 +70,11 @@ class RouterMetrics:
             "Split requests whose first token comes from the decode engine.",
             "cause",
         )
-        self._pause_s = Histogram(
-            _PREFIX + "first_token_pause_seconds",
+        self._pause_s = histogram(
+            "first_token_pause_seconds",
             "Seconds from a first token sent early to the second: what it took out "
             "of TTFT, and what the reader then waits.",
-            registry=registry,
-            buckets=_PAUSE_BUCKETS_S,
+            _PAUSE_BUCKETS_S,
         )
         self._releases = counter(
             "kv_releases", "KV caches freed because nobody will read them."
@@ -65,18 +83,17 @@ class RouterMetrics:
             "handovers_without_kv", "Decode legs that had to compute the prompt."
         )
         self._warm_ups = counter("warm_up_transfers", "KV caches moved by warm-up.")
-        self._warm_up_s = Gauge(
-            _PREFIX + "warm_up_seconds",
+        self._warm_up_s = gauge(
+            "warm_up_seconds",
             "Seconds this server's warm-up took.",
-            registry=registry,
-            multiprocess_mode="max",
+            "max",
         )
-        self._legs = Gauge(
-            _PREFIX + "legs_in_flight",
+        self._legs = gauge(
+            "legs_in_flight",
             "Legs sent and not yet ended.",
-            ("phase", "engine"),
-            registry=registry,
-            multiprocess_mode="livesum",
+            "livesum",
+            "phase",
+            "engine",
         )
         self._messages = counter(
             "messages",
@@ -84,43 +101,34 @@ class RouterMetrics:
             "engine",
             "outcome",
         )
-        self._silence_s = Gauge(
-            _PREFIX + "engine_silence_seconds",
+        self._silence_s = gauge(
+            "engine_silence_seconds",
             "Seconds since an engine was heard; +Inf: never.",
-            ("engine",),
-            registry=registry,
-            multiprocess_mode="livemax",
+            "livemax",
+            "engine",
         )
-
-        self._step_ratio = Gauge(
-            _PREFIX + "step_prediction_ratio",
+        self._step_ratio = gauge(
+            "step_prediction_ratio",
             "Predicted / measured seconds of an engine's last steps, in the median.",
-            ("engine",),
-            registry=registry,
-            multiprocess_mode="livemostrecent",
+            "livemostrecent",
+            "engine",
         )
-
-        def ratio(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(
-                _PREFIX + name,
-                text,
-                labels,
-                registry=registry,
-                buckets=_RATIO_BUCKETS,
-            )
-
-        self._output_ratio = ratio(
+        self._output_ratio = histogram(
             "output_tokens_ratio",
             "Predicted / actual output tokens of requests that ended by themselves.",
+            _RATIO_BUCKETS,
             "source",
         )
-        self._ttft_ratio = ratio("ttft_ratio", "Predicted / actual TTFT.")
-        self._e2e_ratio = ratio("e2e_ratio", "Predicted / actual end-to-end time.")
-        self._decision_s = Histogram(
-            _PREFIX + "decision_seconds",
+        self._ttft_ratio = histogram(
+            "ttft_ratio", "Predicted / actual TTFT.", _RATIO_BUCKETS
+        )
+        self._e2e_ratio = histogram(
+            "e2e_ratio", "Predicted / actual end-to-end time.", _RATIO_BUCKETS
+        )
+        self._decision_s = histogram(
+            "decision_seconds",
             "Seconds to choose one engine.",
-            registry=registry,
-            buckets=_DECISION_BUCKETS_S,
+            _DECISION_BUCKETS_S,
         )
 
     def decided(self, choice: Choice, *, timed: bool) -> None:

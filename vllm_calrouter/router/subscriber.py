@@ -7,13 +7,14 @@ import math
 import select
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
 from vllm.logger import init_logger
 
 from vllm_calrouter import transport
+from vllm_calrouter._core import Table
 from vllm_calrouter.keys import Keys
 from vllm_calrouter.messages import (
     MOST_BYTES,
@@ -38,31 +39,6 @@ _MOST_QUEUED = 128
 
 _RECONNECT_MS = 50
 _MOST_RECONNECT_MS = 1000
-
-
-class Hears(Protocol):
-    """What takes in messages (`_core.Table`)."""
-
-    def hear(
-        self,
-        rank: int,
-        *,
-        incarnation: int,
-        sequence: int,
-        booking_seen: int,
-        prefill_tokens: int,
-        output_tokens: int,
-        context_tokens: int,
-        running: int,
-        waiting: int,
-        waiting_remote: int,
-        kv_total_blocks: int,
-        kv_free_blocks: int,
-        kv_pinned_blocks: int,
-        block_tokens: int,
-        now_s: float,
-        step_age_s: float,
-    ) -> bool: ...
 
 
 class Heard(NamedTuple):
@@ -96,7 +72,7 @@ class Subscriber:
         urls: Sequence[str],
         *,
         router: str,
-        table: Hears,
+        table: Table,
         keys: Keys | None = None,
         metrics: RouterMetrics | None = None,
         listener: Callable[[EngineMessage], None] | None = None,
@@ -249,7 +225,7 @@ class Subscriber:
         }
 
 
-def hear(table: Hears, message: EngineMessage, router: str, now_s: float) -> bool:
+def hear(table: Table, message: EngineMessage, router: str, now_s: float) -> bool:
     """Take a message into a router's table; False when it is stale.
 
     Args:
