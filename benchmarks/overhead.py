@@ -91,7 +91,12 @@ _ENGINES = 2
 #: What remains of four minutes is for ending the servers.
 _DEFAULT_BUDGET_S = 180.0
 
-_KV = {"do_remote_prefill": True, "remote_block_ids": ([1, 2, 3],)}
+_KV = {
+    "do_remote_prefill": True,
+    "remote_block_ids": ([1, 2, 3],),
+    # All of the prompt: its first token is sent at once, as it is by default.
+    "remote_num_tokens": _PROMPT_TOKENS,
+}
 
 T = TypeVar("T")
 Samples = dict[str, list[float]]
