@@ -138,6 +138,19 @@ def test_a_slow_engine_is_slow() -> None:
     assert slow["ttft_s"]["p50"] > 1.5 * plain["ttft_s"]["p50"]
 
 
+def test_a_router_may_take_a_slow_engine_for_a_fast_one() -> None:
+    pair = ("--prefill", "0", "--decode", "2", "--policy", "calibrated", *SMALL)
+    (knows,) = figures(*pair, "--speed", "0=0.2")
+    (misled,) = figures(*pair, "--speed", "0=0.2", "--router-profile", "a40-qwen2.5-3b")
+    assert misled["busy"][1] < knows["busy"][1]
+    assert misled["ttft_s"]["p99"] > knows["ttft_s"]["p99"]
+
+
+def test_a_class_is_promised_what_is_written() -> None:
+    (run,) = figures(*SMALL, "--slo", "tight=1/1", "--slo", "loose=60000/60000")
+    assert run["goodput_by_class"] == {"loose": 1.0, "tight": 0.0}
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -151,6 +164,10 @@ def test_a_slow_engine_is_slow() -> None:
         ([*SMALL, "--slo-mix", "gold=1"], "no SLO class 'gold'"),
         ([*SMALL, "--slo-mix", "tight"], "write --slo-mix tight=1"),
         ([*SMALL, "--slo-mix", "tight=x"], "'x' is no number"),
+        ([*SMALL, "--slo", "gold=175/40"], "no SLO class 'gold'"),
+        ([*SMALL, "--slo", "tight=175"], "write --slo tight=175/39.7"),
+        ([*SMALL, "--slo", "tight=0/40"], "`ttft_s` must be from"),
+        ([*SMALL, "--router-profile", "h100"], "unknown profile 'h100'"),
         ([*SMALL, "--speed", "9=2"], "no engine '9'"),
         ([*SMALL, "--speed", "0=0"], "speed"),
         ([*SMALL, "--router-config", "nonsense=1"], "unknown key 'nonsense'"),

@@ -63,6 +63,8 @@ class Cluster:
         options: the router's; `prefill` says how many engines only prefill.
         costs: one engine's constants each, by rank.
         slo: the classes that requests may name.
+        believed: what routers and orders take the engines' constants for; what they
+            are without it.
         limits: vLLM's limits.
         routers: API servers; requests go to them in turn.
         report_s: seconds between two reports of vLLM's coordinator, which publishes
@@ -78,6 +80,7 @@ class Cluster:
         costs: Sequence[EngineCosts],
         slo: dict[str, SloClass],
         *,
+        believed: Sequence[EngineCosts] | None = None,
         limits: Limits | None = None,
         routers: int = 1,
         report_s: float = 0.1,
@@ -87,6 +90,7 @@ class Cluster:
         every_step: bool = False,
     ) -> None:
         self.limits = limits or Limits()
+        believed = believed or costs
         self.now_s = 0.0
         self._slo = slo
 
@@ -102,7 +106,9 @@ class Cluster:
         self.engines = [
             Engine(
                 rank,
-                schedulers.make(rank, cost, clock),
+                schedulers.make(
+                    rank, believed[rank], clock, kv_tokens=cost.kv_capacity_tokens
+                ),
                 cost,
                 schedulers.block_hasher,
                 every_step=every_step,
@@ -115,7 +121,7 @@ class Cluster:
                 len(self.engines),
                 index=index,
                 count=routers,
-                costs=costs,
+                costs=believed,
                 limits=placement.engine_limits(
                     options,
                     len(self.engines),

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from vllm_calrouter.calibration import EngineCosts, Profile, ProfileError, load, shipped
+from vllm_calrouter.calibration import (
+    EngineCosts,
+    Profile,
+    ProfileError,
+    SloClass,
+    load,
+    shipped,
+)
 from vllm_calrouter.options import POLICIES, OptionError, RouterOptions, parse
 from vllm_calrouter.workloads import (
     FAMILIES,
@@ -89,6 +96,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     length_hints: bool
     length_error: float
     profile: str
+    router_profile: str | None
+    slo: tuple[str, ...]
     prefill: int
     decode: int
     speed: tuple[str, ...]
@@ -206,6 +215,19 @@ _PLURAL = " May be given several times, to compare."
     help=f"What the engines are: {', '.join(shipped())}, or a file.",
 )
 @click.option(
+    "--router-profile",
+    metavar="NAME|FILE",
+    help="What the router takes the engines for, where that is wrong; without it what "
+    "they are. It prices with this profile and orders by it; --speed does not apply.",
+)
+@click.option(
+    "--slo",
+    multiple=True,
+    metavar="CLASS=TTFT_MS/TPOT_MS",
+    help="Promise a class of the profile these targets instead, the same for prompts "
+    "of any length. Several times.",
+)
+@click.option(
     "--speed",
     multiple=True,
     metavar="RANK=FACTOR",
@@ -286,8 +308,9 @@ def simulate(
     setup = Setup(**written)
     # Everything that can be wrong is looked at before vLLM is imported.
     try:
-        profile = load(setup.profile)
+        profile = promised(setup, load(setup.profile))
         costs = engine_costs(setup, profile)
+        believed = believed_costs(setup)
         options = {
             (policy, seed): router_options(setup, policy, seed)
             for policy in policies
@@ -299,7 +322,9 @@ def simulate(
     runs = []
     with _lines_to(requests_file) as write:
         for (_, seed), chosen in options.items():
-            run = _run(setup, profile, costs, chosen, arrivals[seed], seed, write)
+            run = _run(
+                setup, profile, costs, believed, chosen, arrivals[seed], seed, write
+            )
             runs.append(run)
             if as_json:
                 click.echo(json.dumps(run))
@@ -309,21 +334,52 @@ def simulate(
         show(runs)
 
 
+def promised(setup: Setup, profile: Profile) -> Profile:
+    """The profile with the targets that were written; raises ValueError."""
+    slo = dict(profile.slo)
+    for text in setup.slo:
+        name, targets = _pair(text, "--slo", "tight=175/39.7")
+        _check_class(setup, profile, name, "--slo")
+        ttft_ms, sign, tpot_ms = targets.partition("/")
+        if not sign:
+            raise ValueError(f"--slo {text}: write --slo {name}=175/39.7")
+        where = "--slo " + text
+        slo[name] = SloClass(
+            _number(ttft_ms, where) / 1e3, _number(tpot_ms, where) / 1e3
+        )
+    return msgspec.structs.replace(profile, slo=slo)
+
+
 def engine_costs(setup: Setup, profile: Profile) -> list[EngineCosts]:
     """One engine's constants each, by rank; raises ValueError."""
-    engines = setup.prefill + setup.decode
-    costs = [profile.costs_of(prefill=rank < setup.prefill) for rank in range(engines)]
-    if setup.kv_tokens is not None:
-        costs = [
-            msgspec.structs.replace(one, kv_capacity_tokens=setup.kv_tokens)
-            for one in costs
-        ]
+    costs = _costs(setup, profile)
     for text in setup.speed:
         rank, factor = _pair(text, "--speed", "0=0.5")
-        if not rank.isdecimal() or int(rank) >= engines:
+        if not rank.isdecimal() or int(rank) >= len(costs):
             raise ValueError(f"--speed {text}: there is no engine {rank!r}")
         costs[int(rank)] = costs[int(rank)].faster(_number(factor, "--speed " + text))
     return costs
+
+
+def believed_costs(setup: Setup) -> list[EngineCosts] | None:
+    """What the router takes the engines for, by rank; None: for what they are.
+
+    Raises ProfileError.
+    """
+    if setup.router_profile is None:
+        return None
+    return _costs(setup, load(setup.router_profile))
+
+
+def _costs(setup: Setup, profile: Profile) -> list[EngineCosts]:
+    engines = setup.prefill + setup.decode
+    costs = [profile.costs_of(prefill=rank < setup.prefill) for rank in range(engines)]
+    if setup.kv_tokens is None:
+        return costs
+    return [
+        msgspec.structs.replace(one, kv_capacity_tokens=setup.kv_tokens)
+        for one in costs
+    ]
 
 
 def router_options(setup: Setup, policy: str, seed: int) -> RouterOptions:
@@ -389,18 +445,21 @@ def _check_lengths(setup: Setup, arrivals: Sequence[Arrival]) -> None:
 
 
 def _slo_mix(setup: Setup, profile: Profile) -> Mapping[str, float]:
-    known = ", ".join(profile.slo)
     mix = {"tight": 1.0, "loose": 1.0}
     if setup.slo_mix is not None:
         pairs = [_pair(t, "--slo-mix", "tight=1") for t in setup.slo_mix.split(",")]
         mix = {name: _number(weight, "--slo-mix") for name, weight in pairs}
     for name in mix:
-        if name not in profile.slo:
-            raise ValueError(
-                f"the profile {setup.profile} has no SLO class {name!r}: write "
-                f"--slo-mix with its own ({known})"
-            )
+        _check_class(setup, profile, name, "--slo-mix")
     return mix
+
+
+def _check_class(setup: Setup, profile: Profile, name: str, option: str) -> None:
+    if name not in profile.slo:
+        raise ValueError(
+            f"the profile {setup.profile} has no SLO class {name!r}: write "
+            f"{option} with its own ({', '.join(profile.slo)})"
+        )
 
 
 def _pair(text: str, option: str, example: str) -> tuple[str, str]:
@@ -421,6 +480,7 @@ def _run(
     setup: Setup,
     profile: Profile,
     costs: Sequence[EngineCosts],
+    believed: Sequence[EngineCosts] | None,
     options: RouterOptions,
     arrivals: Sequence[Arrival],
     seed: int,
@@ -442,6 +502,7 @@ def _run(
             options,
             costs,
             profile.slo,
+            believed=believed,
             limits=limits,
             routers=setup.routers,
             report_s=setup.report_ms / 1e3,
@@ -463,6 +524,7 @@ def _run(
         "prefill": setup.prefill,
         "decode": setup.decode,
         "profile": setup.profile,
+        "router_profile": setup.router_profile or setup.profile,
         **summary(served),
         "busy": [round(engine.busy_s / cluster.now_s, 4) for engine in cluster.engines],
         "virtual_s": cluster.now_s,

@@ -121,10 +121,24 @@ class Schedulers:
             init_none_hash(hash_block)
             self.block_hasher = get_request_block_hasher(block_tokens, hash_block)
 
-    def make(self, rank: int, costs: EngineCosts, clock: Callable[[], float]) -> Any:
-        """The scheduler of one engine with these constants, on the cluster's clock."""
+    def make(
+        self,
+        rank: int,
+        costs: EngineCosts,
+        clock: Callable[[], float],
+        *,
+        kv_tokens: int,
+    ) -> Any:
+        """The scheduler of one engine, on the cluster's clock.
+
+        Args:
+            rank: of the engine.
+            costs: by which it orders what waits.
+            clock: seconds.
+            kv_tokens: what its KV cache holds.
+        """
         # One is the null block.
-        blocks = costs.kv_capacity_tokens // self._block_tokens + 1
+        blocks = kv_tokens // self._block_tokens + 1
         scheduler = build_scheduler(
             self._config_of(rank, blocks),
             costs=costs,
