@@ -53,7 +53,7 @@ WRONG_LAUNCHES = [
         "drop it or --router-config.telemetry off",
     ),
     ({"router_config": {"online_keys": 20}}, "--router-config.predictor online"),
-    ({"router_config": {"max_overtake_s": 1}}, "--router-config.order deadline"),
+    ({"router_config": {"patience": 1}}, "--router-config.order deadline"),
     ({"router_config": {"profile": "a40-qwen2.5-3b"}}, "order short_first or deadline"),
     ({"router_config": {"decode_order": "deadline"}}, "--router-config.prefill N"),
     ({"router_config": {"noise": 0.2}}, "--router-config.predictor noisy"),

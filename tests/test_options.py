@@ -55,7 +55,7 @@ def test_on_and_off_mean_nothing_where_no_switch_is() -> None:
         ({"prefil": 2}, "did you mean 'prefill'"),
         ({"order": "lifo"}, "--router-config.order with one of fcfs, short_first"),
         ({"decode_order": "short_first"}, "decode_order with one of fcfs, deadline"),
-        ({"max_overtake_s": 0}, "--router-config.max_overtake_s"),
+        ({"patience": -1}, "--router-config.patience"),
         ({"zzz": 2}, "known: policy"),
         ({"prefill": "two"}, "--router-config.prefill"),
         ({"prefill": -1}, "--router-config.prefill"),

@@ -104,9 +104,9 @@ def _written_config(args: Namespace) -> dict[str, Any]:
 
 def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
     orders = {options.order, options.decode_order}
-    if "max_overtake_s" in config and "deadline" not in orders:
+    if "patience" in config and "deadline" not in orders:
         raise OptionError(
-            "--router-config.max_overtake_s has no effect without deadlines: drop it "
+            "--router-config.patience has no effect without deadlines: drop it "
             "or write --router-config.order deadline"
         )
     priced = options.policy in opt.PRICING_POLICIES or orders != {opt.FCFS}

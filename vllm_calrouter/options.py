@@ -79,7 +79,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first_token: bool = True
     order: str = FCFS
     decode_order: str = FCFS
-    max_overtake_s: Annotated[float, Meta(gt=0, le=86_400)] | None = 5.0
+    patience: Annotated[float, Meta(ge=0, le=1e6)] | None = 2.0
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
     journal: str | None = None
     telemetry: str = "ipc"
@@ -132,8 +132,9 @@ HELP = {
     f"{', '.join(ORDERS)}.",
     "decode_order": "The same for engines that only decode: "
     f"{', '.join(DECODE_ORDERS)}.",
-    "max_overtake_s": "deadline: seconds of prompts that came later and may go ahead "
-    "of a request; it waits at most so much longer than in vLLM's own order.",
+    "patience": "deadline: prompts that came later may go ahead of a request for so "
+    "many times the seconds its own prompt takes. More: more requests in time, and a "
+    "longer tail; null: no bound.",
     "kv_load_failure": "recompute or fail: what a decode engine does with a request "
     "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",

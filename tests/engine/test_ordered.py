@@ -20,7 +20,9 @@ from benchmarks.bare_scheduler import (
     made_up_output,
 )
 from vllm_calrouter.calibration import load
+from vllm_calrouter.calibration.work import work_of_rows
 from vllm_calrouter.engine.ordered import Reader, order_queue, ordered
+from vllm_calrouter.engine.pace import Pace
 from vllm_calrouter.messages import BOOKING
 
 COSTS = load("a40-qwen2.5-3b").costs
@@ -46,7 +48,7 @@ class Engine:
         config: VllmConfig,
         order: str | None = "deadline",
         *,
-        most_s: float | None = None,
+        patience: float | None = None,
         asynchronous: bool = False,
         blocks: int = 2000,
     ) -> None:
@@ -55,7 +57,7 @@ class Engine:
         )
         self.now_s = 100.0
         if order is not None:
-            order_queue(self.scheduler, order, most_s, COSTS, lambda: self.now_s)
+            order_queue(self.scheduler, order, patience, COSTS, lambda: self.now_s)
         self._rng = random.Random(1)
 
     def add(
@@ -95,8 +97,8 @@ def test_prompts_of_a_step_are_those_that_are_due_first(config: VllmConfig) -> N
     engine = Engine(config)
     engine.add("later", 900, left_s=3.0)
     engine.add("sooner", 900, left_s=1.0)
-    assert engine.step() == {"sooner": 900}
-    assert engine.step() == {"later": 900}
+    assert engine.step() == {"sooner": 900, "later": STEP_TOKENS - 900}
+    assert engine.step() == {"later": 1800 - STEP_TOKENS}
 
 
 def test_a_step_is_cut_between_prompts(config: VllmConfig) -> None:
@@ -207,7 +209,7 @@ def test_without_any_deadline_the_order_is_short_first(config: VllmConfig) -> No
 
 
 def test_a_kv_cache_from_afar_costs_its_transfer(config: VllmConfig) -> None:
-    reader = Reader(Engine(config).scheduler, COSTS, lambda: 0.0)
+    reader = Reader(Engine(config).scheduler, Pace(COSTS), lambda: 0.0)
     request = bare_request("r", range(500), output_tokens=5)
     request.kv_transfer_params = {"do_remote_prefill": True}
     job = reader.read(request)
@@ -231,12 +233,33 @@ def test_steps_under_way_are_waited_for(config: VllmConfig, asynchronous: bool) 
     engine.scheduler.update_from_output(under_way, made_up)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_engine_that_is_slower_than_its_profile_prices_prompts_up(
+    config: VllmConfig, asynchronous: bool
+) -> None:
+    engine = Engine(config, asynchronous=asynchronous)
+    for number in range(200):
+        engine.add(f"r{number}", 400, output=2)
+        step = engine.scheduler.schedule()
+        rows = [
+            (tokens, engine.scheduler.requests[name].num_computed_tokens)
+            for name, tokens in step.num_scheduled_tokens.items()
+        ]
+        engine.now_s += 4.0 * COSTS.step_s(*work_of_rows(rows))
+        made_up = made_up_output(engine.scheduler, step)
+        engine.scheduler.update_from_output(step, made_up)
+    engine.add("priced", 400)
+    assert engine.job("priced").cost_s == pytest.approx(
+        4.0 * COSTS.prefill_s(400), rel=0.1
+    )
+
+
 @pytest.mark.parametrize("order", ["short_first", "deadline"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_little_kv_loses_nobody(
     config: VllmConfig, order: str, asynchronous: bool
 ) -> None:
-    engine = Engine(config, order, asynchronous=asynchronous, blocks=40, most_s=0.5)
+    engine = Engine(config, order, asynchronous=asynchronous, blocks=40, patience=0.5)
     rng = random.Random(7)
     requests = [
         engine.add(

@@ -21,7 +21,7 @@ from vllm_calrouter.ordering.queue import OrderedQueue
 
 ORDERS: dict[str, Callable[[], Order]] = {
     "short_first": ShortFirst,
-    "deadline": lambda: Deadline(1.0),
+    "deadline": lambda: Deadline(2.0),
     "unbounded": Deadline,
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -23,6 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_calrouter.calibration.work import work_of_rows
 from vllm_calrouter.engine.observer import booking_of
+from vllm_calrouter.engine.pace import Pace
 from vllm_calrouter.ordering import Deadline, Job, Order, ShortFirst, Step
 from vllm_calrouter.ordering.queue import OrderedQueue
 from vllm_calrouter.ordering.short_first import urgency_s
@@ -50,14 +52,12 @@ class Reader:
 
     Args:
         scheduler: vLLM's; knows what of a prompt is cached.
-        costs: of this engine.
+        pace: of this engine.
         clock: seconds; the routers' own where they are on this host.
     """
 
-    def __init__(
-        self, scheduler: Any, costs: EngineCosts, clock: Callable[[], float]
-    ) -> None:
-        self._costs = costs
+    def __init__(self, scheduler: Any, pace: Pace, clock: Callable[[], float]) -> None:
+        self._pace = pace
         self._clock = clock
         self._manager = scheduler.kv_cache_manager
         self._numbers = count(1)
@@ -91,16 +91,16 @@ class Reader:
 
     def price(self, job: Job) -> None:
         """Note what of a prompt is to be computed here, and what that costs."""
-        request = job.request
+        request, costs = job.request, self._pace.costs
         end = request.num_tokens
         if _is_remote(request):
             # All but the last token comes from elsewhere.
-            cached, job.cost_s = end - 1, self._costs.transfer_s(end)
+            cached, job.cost_s = end - 1, costs.transfer_s(end)
         else:
             cached, job.cost_s = self._cached_tokens(request), 0.0
         job.tokens = end - cached
         job.squares = end * end - cached * cached
-        job.cost_s += self._costs.step_s(job.tokens, job.squares, 0, 0)
+        job.cost_s += costs.step_s(job.tokens, job.squares, 0, 0)
 
     def _cached_tokens(self, request: Request) -> int:
         manager = self._manager
@@ -127,13 +127,23 @@ class Reader:
         self._spare_s = typical_s + (spare_s - typical_s) / _MEMORY
 
 
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step that was put together: when, how long it is predicted to take, and whether
+    it computes prompts."""
+
+    made_s: float
+    seconds: float
+    prompts: bool
+
+
 class Ordering:
     """Orders one engine's waiting queue; every method runs in its main thread.
 
     Args:
         scheduler: vLLM's, whose waiting queue is replaced.
         order: name of the order.
-        max_overtake_s: of `Deadline`; None: no bound.
+        patience: of `Deadline`; None: no bound.
         costs: of this engine.
         clock: seconds.
     """
@@ -143,19 +153,21 @@ class Ordering:
         scheduler: Any,
         *,
         order: str,
-        max_overtake_s: float | None,
+        patience: float | None,
         costs: EngineCosts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._costs = costs
+        self._pace = Pace(costs)
         self._clock = clock
-        self._reader = Reader(scheduler, costs, clock)
+        self._reader = Reader(scheduler, self._pace, clock)
         #: When the steps under way are expected to have ended.
         self._free_s = clock()
-        self._under_way: deque[float] = deque()
+        self._under_way: deque[_UnderWay] = deque()
+        #: When the last step ended.
+        self._done_s = clock()
 
         def make_order() -> Order:
-            return Deadline(max_overtake_s) if order == "deadline" else ShortFirst()
+            return Deadline(patience) if order == "deadline" else ShortFirst()
 
         self._queue = OrderedQueue(
             self._reader.read,
@@ -191,7 +203,7 @@ class Ordering:
     def _step_under(self, scheduler: Any, seqs_left: int) -> Step:
         """The next step as it would be without any of those that wait."""
         step = Step(
-            costs=self._costs,
+            costs=self._pace.costs,
             price=self._reader.price,
             start_s=self._start_s(self._clock()),
             seqs_left=seqs_left,
@@ -216,15 +228,20 @@ class Ordering:
         self._queue.end_step()
         if not output.total_num_scheduled_tokens:
             return
-        seconds = self._seconds(output, scheduler)
-        self._free_s = self._start_s(self._clock()) + seconds
-        self._under_way.append(seconds)
+        now_s = self._clock()
+        step = _UnderWay(now_s, *self._predicted(output, scheduler))
+        self._free_s = self._start_s(now_s) + step.seconds
+        self._under_way.append(step)
 
     def step_done(self, output: SchedulerOutput) -> None:
         """The results of a step are there."""
-        if output.total_num_scheduled_tokens and self._under_way:
-            self._under_way.popleft()
-            self._free_s = self._clock() + sum(self._under_way)
+        if not output.total_num_scheduled_tokens or not self._under_way:
+            return
+        step, now_s = self._under_way.popleft(), self._clock()
+        if step.prompts:
+            self._pace.note(step.seconds, now_s - max(step.made_s, self._done_s))
+        self._done_s = now_s
+        self._free_s = now_s + sum(step.seconds for step in self._under_way)
 
     def _start_s(self, now_s: float) -> float:
         """When a step that is put together now starts: not before those under way end.
@@ -233,14 +250,20 @@ class Ordering:
         """
         return max(now_s, self._free_s) if self._under_way else now_s
 
-    def _seconds(self, output: SchedulerOutput, scheduler: Any) -> float:
-        # vLLM has advanced them already: this is where the step ends.
-        requests = scheduler.requests
-        work = work_of_rows(
-            (tokens, requests[request_id].num_computed_tokens)
-            for request_id, tokens in output.num_scheduled_tokens.items()
-        )
-        return self._costs.step_s(*work)
+    def _predicted(self, output: SchedulerOutput, scheduler: Any) -> tuple[float, bool]:
+        """What a step takes in seconds, and whether it computes prompts."""
+        rows, prompts = [], False
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            request = scheduler.requests[request_id]
+            # vLLM has advanced it already: this is where the step ends.
+            end = request.num_computed_tokens
+            if end - tokens < request.num_prompt_tokens:
+                rows.append((tokens, end))
+                prompts = True
+            else:
+                # Several at once, guessed ones, take about as long as one.
+                rows.append((1, end))
+        return self._pace.costs.step_s(*work_of_rows(rows)), prompts
 
     def step_aside(self, scheduler: Any) -> None:
         """Give everybody who waits back to a queue of vLLM's own."""
@@ -280,7 +303,7 @@ def ordered(scheduler_class: type) -> type:
 def order_queue(
     scheduler: Any,
     order: str,
-    max_overtake_s: float | None,
+    patience: float | None,
     costs: EngineCosts,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
@@ -296,7 +319,7 @@ def order_queue(
         )
         return
     scheduler.ordering = Ordering(
-        scheduler, order=order, max_overtake_s=max_overtake_s, costs=costs, clock=clock
+        scheduler, order=order, patience=patience, costs=costs, clock=clock
     )
 
 

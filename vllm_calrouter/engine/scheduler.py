@@ -62,7 +62,7 @@ def build_scheduler(
         apply_limits(scheduler, limits)
     if order != FCFS:
         costs = costs or engine_costs(options, rank + 1)[rank]
-        order_queue(scheduler, order, options.max_overtake_s, costs, clock)
+        order_queue(scheduler, order, options.patience, costs, clock)
     if tells:
         observe(scheduler, options, rank)
     add_engine_utility(STATE_UTILITY, engine_state)

@@ -29,7 +29,8 @@ class Job:
         deadline_s: until when its first token is due; infinite: no deadline.
         urgency_s: what the order sorts by.
         booked_s: its cost when it came; what it counts in its order's books.
-        ahead_s: prompt seconds that came before it, since the order was last empty.
+        patient_until_s: prompt seconds that its order may serve, since it was last
+            empty, before this job goes next.
         late: it can no longer be in time.
         ticket: the one of its valid heap entries (`heap.Heap`).
         home: the order that holds it; None while it is ahead of all orders (preempted).
@@ -44,7 +45,7 @@ class Job:
     deadline_s: float = math.inf
     urgency_s: float = 0.0
     booked_s: float | None = None
-    ahead_s: float = 0.0
+    patient_until_s: float = 0.0
     late: bool = False
     ticket: int = NOWHERE
     home: Order | None = None
