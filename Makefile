@@ -56,7 +56,7 @@ test-vllm: setup ## what needs no kernels, on another release: make test-vllm VE
 	@test -n "$(VERSION)" || { echo "say which: make test-vllm VERSION=0.33.0"; exit 1; }
 	bash tests/cpu/test-vllm.sh $(VERSION)
 
-regimes: setup ## setups of the router in the laboratory's regimes, simulated: make regimes QUICK=1
+regimes: setup ## the router's setups in a grid of regimes, simulated: make regimes QUICK=1
 	@$(BIN)/python -m benchmarks.regimes $(if $(QUICK),--quick)
 
 clean: ## remove .venv and everything made

@@ -88,6 +88,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     start: float
     duration: float | None
     rate: float | None
+    burst_factor: float | None
     spread: float
     hash_block_tokens: int
     skip_too_long: bool
@@ -110,6 +111,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     router_config: tuple[str, ...]
     routers: int
     report_ms: float
+    state_age_ms: float
 
 
 _PLURAL = " May be given several times, to compare."
@@ -131,6 +133,12 @@ _PLURAL = " May be given several times, to compare."
     "--rate",
     type=float,
     help="Mean requests a second; the workload's own, or as recorded, without it.",
+)
+@click.option(
+    "--burst-factor",
+    type=float,
+    help="Workload: how many times the calm rate arrives in a burst; 1 for a Poisson "
+    "process.",
 )
 @click.option(
     "--spread",
@@ -293,6 +301,13 @@ _PLURAL = " May be given several times, to compare."
     help="Time between two reports of what engines hold.",
 )
 @click.option(
+    "--state-age-ms",
+    type=click.FloatRange(0, 60_000),
+    default=1.0,
+    show_default=True,
+    help="How late routers hear what engines tell them, for policies that price.",
+)
+@click.option(
     "--requests-file",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write one JSON line a request here.",
@@ -412,6 +427,7 @@ def make_arrivals(setup: Setup, profile: Profile, seed: int) -> list[Arrival]:
             duration_s=90.0 if setup.duration is None else setup.duration,
             seed=seed,
             slo_mix=mix,
+            burst_factor=setup.burst_factor,
         )
     else:
         how = Replay(
@@ -506,6 +522,7 @@ def _run(
             limits=limits,
             routers=setup.routers,
             report_s=setup.report_ms / 1e3,
+            message_age_s=setup.state_age_ms / 1e3,
             tells_slo=setup.slo_targets,
         )
         began = time.perf_counter()

@@ -159,7 +159,10 @@ def _spread(
 ) -> dict[str, float | None]:
     values = sorted(v for one in served if (v := value(one)) is not None)
     shares = {"p50": 0.50, "p95": 0.95, "p99": 0.99, "max": 1.0}
-    return {name: percentile(values, share) for name, share in shares.items()}
+    return {
+        "mean": statistics.fmean(values) if values else None,
+        **{name: percentile(values, share) for name, share in shares.items()},
+    }
 
 
 def percentile(ordered: Sequence[float], share: float) -> float | None:

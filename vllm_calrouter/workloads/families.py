@@ -1,4 +1,4 @@
-"""The study's four workload families, as seeded generators.
+"""The study's four workload families and one with longer prompts, as seeded generators.
 
 Each stresses another resource. The study prints what each is, not its parameters:
 those below are chosen so that the shipped A40 profile with 2 prefill and 4 decode
@@ -113,6 +113,11 @@ _REASONING = Kind(
     Lengths(median=200, spread=0.5, least=16, most=1_500),
     Lengths(median=900, spread=0.4, least=200, most=3_000),
 )
+_LONG_DOCUMENT = Kind(
+    1.0,
+    Lengths(median=3_000, spread=0.6, least=400, most=16_000),
+    Lengths(median=80, spread=0.5, least=4, most=400),
+)
 _BURSTY = Burst(factor=2.5, share=0.2, mean_s=2.0)
 
 FAMILIES: dict[str, Family] = {
@@ -125,6 +130,16 @@ FAMILIES: dict[str, Family] = {
         ),
         _BURSTY,
         24.0,
+    ),
+    "mixed_long": Family(
+        "like mixed, its documents longer: a median of 3,000 tokens, up to 16,000",
+        (
+            msgspec.structs.replace(_CHAT, weight=0.78),
+            msgspec.structs.replace(_LONG_DOCUMENT, weight=0.12),
+            msgspec.structs.replace(_REASONING, weight=0.1),
+        ),
+        _BURSTY,
+        14.0,
     ),
     "chat": Family(
         "chat turns alike in length: 240 tokens in, 150 out (medians, spread 0.3)",
@@ -152,6 +167,7 @@ def generate(
     duration_s: float = 90.0,
     seed: int = 0,
     slo_mix: Mapping[str, float] | None = None,
+    burst_factor: float | None = None,
 ) -> list[Arrival]:
     """The arrivals of one family, the same ones for the same arguments.
 
@@ -161,6 +177,8 @@ def generate(
         duration_s: seconds of arrivals.
         seed: of the draws.
         slo_mix: weight of each SLO class; tight and loose in equal parts where None.
+        burst_factor: how many times the calm rate arrives in a burst, 1 for a plain
+            Poisson process; the family's own where None.
 
     Raises WorkloadError: unknown name, or a number that makes no sense.
     """
@@ -175,13 +193,17 @@ def generate(
             f"{rate:g} req/s for {duration_s:g} s are more than {_MOST_REQUESTS:,} "
             "requests: ask for a shorter duration"
         )
+    burst = family.burst
+    if burst_factor is not None:
+        check_burst(burst_factor)
+        burst = msgspec.structs.replace(burst, factor=burst_factor)
     # Apart from each other: another rate does not draw other lengths.
     arrivals = random.Random(f"arrivals {name} {seed}")
     lengths = random.Random(f"lengths {name} {seed}")
     classes = SloMix(slo_mix, seed)
     weights = [kind.weight for kind in family.kinds]
     made = []
-    for arrival_s in family.burst.arrivals(rate, duration_s, arrivals):
+    for arrival_s in burst.arrivals(rate, duration_s, arrivals):
         (kind,) = lengths.choices(family.kinds, weights)
         made.append(
             Arrival(
@@ -223,6 +245,14 @@ def check_rate(rate: float) -> None:
     """Raises WorkloadError unless the rate is one."""
     if not 0 < rate <= 1e6:
         raise WorkloadError(f"the rate must be above 0 and at most 1e6, got {rate:g}")
+
+
+def check_burst(factor: float) -> None:
+    """Raises WorkloadError unless bursts can be that much denser."""
+    if not 1 <= factor <= 1_000:
+        raise WorkloadError(
+            f"the burst factor must be from 1 (no bursts) to 1,000, got {factor:g}"
+        )
 
 
 def check_duration(duration_s: float) -> None:
