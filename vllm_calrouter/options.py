@@ -71,13 +71,13 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Fields with `_tokens` or `_seqs` count tokens or sequences; shares are fractions.
     """
 
-    policy: str = "vllm"
+    policy: str = "calibrated"
     profile: str | None = None
     calibration: bool = False
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
-    order: str = FCFS
+    order: str = "deadline"
     decode_order: str = FCFS
     patience: Annotated[float, Meta(ge=0, le=1e6)] | None = 2.0
     kv_load_failure: Literal["recompute", "fail"] = "recompute"

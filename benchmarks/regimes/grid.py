@@ -202,6 +202,7 @@ DEFAULT = "default"
 UNBOUNDED = "default, patience null"
 
 _DEFAULT = RouterOptions().policy
+DEFAULT_PATIENCE = RouterOptions().patience
 SETUPS = {
     ROUND_ROBIN: _setup("round_robin", order="fcfs", first_token="off"),
     "round-robin": _setup("round_robin", order="fcfs"),
@@ -216,11 +217,3 @@ QUICK_SETUPS = (ROUND_ROBIN, OWN, LEAST_LOADED, SHORT_FIRST, DEFAULT)
 
 #: Round-robin with a third more engines, for what it takes to keep up with six.
 EIGHT = Cell("mixed, 3 + 5", _family("mixed", "--prefill 3 --decode 5"))
-
-
-def arguments(cell: Cell, setup: str, seed: int, duration_s: float) -> str:
-    """The command line of one run."""
-    words = f"{cell.words} {SETUPS[setup]} --seed {seed}"
-    if "--trace" in cell.words:
-        return words
-    return f"{words} --duration {duration_s:g}"

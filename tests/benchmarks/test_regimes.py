@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.regimes import __main__ as command
-from benchmarks.regimes import grid
+from benchmarks.regimes import frontier, grid
 from benchmarks.regimes.bars import bars
 from benchmarks.regimes.grid import (
     DEFAULT,
@@ -21,6 +21,7 @@ from benchmarks.regimes.grid import (
     Cell,
 )
 from benchmarks.regimes.outcome import Outcome, Outcomes, outcome
+from benchmarks.regimes.plan import FULL, QUICK, Span
 from vllm_calrouter.simulation.command import Setup, make_arrivals, simulate
 
 CELLS = [Cell("mixed", ""), Cell("mixed, no targets", "", targets=False)]
@@ -107,14 +108,16 @@ def test_every_cell_and_setup_is_one_that_the_command_takes(
     cells = grid.cells(folder=tmp_path)
     assert len({cell.name for cell in cells}) == len(cells)
     assert {cell.name for cell in grid.cells(quick=True)} < {c.name for c in cells}
+    span = Span((1,), 5.0)
     for cell in (*cells, grid.EIGHT):
-        made = setup_of(grid.arguments(cell, DEFAULT, 1, 5.0))
+        (words,) = span.arguments(cell, grid.SETUPS[DEFAULT])
+        made = setup_of(words)
         assert make_arrivals(made, load(made.profile), 1)
         believed_costs(made)
     for setup, words in grid.SETUPS.items():
         policy = shlex.split(words)[1]
-        made = setup_of(grid.arguments(cells[0], setup, 1, 5.0))
-        assert router_options(made, policy, 1).policy == policy
+        made = setup_of(f"--workload chat {words}")
+        assert router_options(made, policy, 1).policy == policy, setup
 
 
 def made_up(arguments: str) -> dict[str, Any]:
@@ -145,3 +148,24 @@ class _Made:
 
     def __getitem__(self, arguments: str) -> dict[str, Any]:
         return made_up(arguments)
+
+
+def test_the_frontier_is_drawn_the_same_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frontier, "Runs", lambda path: _Made())
+    drawn = []
+    for name in ("a.svg", "b.svg"):
+        words = ["--quick", "--plot", str(tmp_path / name)]
+        told = CliRunner().invoke(frontier.main, words)
+        assert told.exit_code == 0, told.output
+        drawn.append((tmp_path / name).read_text())
+    assert drawn[0] == drawn[1]
+    assert told.output.count("0.970 / 1.00 / 2.0") == 24
+
+
+def test_the_quick_frontier_shares_its_runs_with_the_quick_grid() -> None:
+    cell = next(cell for cell in grid.cells(quick=True) if cell.name == "chat")
+    own = QUICK.arguments(cell, frontier.words(f"{grid.DEFAULT_PATIENCE:g}"))
+    assert own == QUICK.arguments(cell, grid.SETUPS[DEFAULT])
+    assert set(QUICK.seeds) < set(FULL.seeds)
