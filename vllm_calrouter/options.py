@@ -119,7 +119,7 @@ HELP = {
     "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
     "profile": "calibrated, paper, and every order but fcfs: what work costs on these "
     "engines; the name of a shipped profile or a file. Without it an A40's figures "
-    "stand in.",
+    "stand in; orders correct them by what the engine's own steps take.",
     "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
     "that engines report, beginning with the profile. Off: only tell when it is wrong.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "

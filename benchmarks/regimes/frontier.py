@@ -22,7 +22,7 @@ from benchmarks.regimes.show import markdown
 from benchmarks.runs import Runs
 
 WORKLOADS = ("mixed", "mixed_long", "chat", "docs")
-PATIENCE = ("0", "1", "2", "4", "8", "null")
+PATIENCE = ("0", "2", "6", "null")
 
 #: By workload, then by patience.
 Curves = dict[str, dict[str, Outcome]]

@@ -161,7 +161,7 @@ def test_the_frontier_is_drawn_the_same_twice(
         assert told.exit_code == 0, told.output
         drawn.append((tmp_path / name).read_text())
     assert drawn[0] == drawn[1]
-    assert told.output.count("0.970 / 1.00 / 2.0") == 24
+    assert told.output.count("0.970 / 1.00 / 2.0") == 16
 
 
 def test_the_quick_frontier_shares_its_runs_with_the_quick_grid() -> None:
