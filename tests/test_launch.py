@@ -41,7 +41,10 @@ WRONG_LAUNCHES = [
     ({"router_config": {"seed": 3}}, "--router-policy power_of_two"),
     ({"router_config": {"long_share": 0.2}}, "--router-policy length_threshold"),
     ({"router_config": {"decode_max_num_seqs": 8}}, "--router-config.prefill N"),
-    ({"router_config": {"calibration": False}}, "--router-policy calibrated"),
+    (
+        {"router_policy": "vllm", "router_config": {"calibration": False}},
+        "--router-policy calibrated",
+    ),
     (
         {
             "router_config": {
@@ -53,8 +56,17 @@ WRONG_LAUNCHES = [
         "drop it or --router-config.telemetry off",
     ),
     ({"router_config": {"online_keys": 20}}, "--router-config.predictor online"),
-    ({"router_config": {"patience": 1}}, "--router-config.order deadline"),
-    ({"router_config": {"profile": "a40-qwen2.5-3b"}}, "order short_first or deadline"),
+    (
+        {"router_config": {"patience": 1, "order": "fcfs"}},
+        "--router-config.order deadline",
+    ),
+    (
+        {
+            "router_policy": "vllm",
+            "router_config": {"profile": "a40-qwen2.5-3b", "order": "fcfs"},
+        },
+        "order short_first or deadline",
+    ),
     ({"router_config": {"decode_order": "deadline"}}, "--router-config.prefill N"),
     ({"router_config": {"noise": 0.2}}, "--router-config.predictor noisy"),
     (
@@ -98,7 +110,7 @@ def test_the_rust_front_end_is_refused(value: str) -> None:
 
 @pytest.mark.parametrize("order", ["short_first", "deadline"])
 def test_every_order_but_vllm_s_reads_the_profile(order: str) -> None:
-    chosen = {"order": order, "profile": "a40-qwen2.5-3b"}
+    chosen = {"policy": "vllm", "order": order, "profile": "a40-qwen2.5-3b"}
     options = resolve(launch(router_config=chosen), {})
     assert options is not None
     assert options.order == order

@@ -130,10 +130,10 @@ def test_a_scheduler_that_cannot_be_observed_ends_in_one_line(model: str) -> Non
         engine_config(model, *SPLIT, "--scheduler-cls", FOREIGN)
     assert "\n" not in str(end.value)
     off = ["--router-config.telemetry", "off"]
-    config = engine_config(model, *SPLIT, "--scheduler-cls", FOREIGN, *off)
-    order = [*off, "--router-config.order", "deadline"]
     with pytest.raises(SystemExit, match=r"Foreign .*write .*order fcfs"):
-        engine_config(model, *SPLIT, "--scheduler-cls", FOREIGN, *order)
+        engine_config(model, *SPLIT, "--scheduler-cls", FOREIGN, *off)
+    plain = [*off, "--router-config.order", "fcfs"]
+    config = engine_config(model, *SPLIT, "--scheduler-cls", FOREIGN, *plain)
     assert config.additional_config["calrouter_scheduler"] == FOREIGN
 
 

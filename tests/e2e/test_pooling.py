@@ -28,7 +28,7 @@ def test_scores_are_answered_and_both_engines_used(pooling: Server) -> None:
         assert scores[1] > scores[0]
     for engine in ("0", "1"):
         used = pooling.metric(
-            "vllm:calrouter_decisions_total", engine=engine, policy="vllm"
+            "vllm:calrouter_decisions_total", engine=engine, policy="calibrated"
         )
         assert used > 0
     assert pooling.settle() == ""

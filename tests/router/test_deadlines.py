@@ -31,7 +31,7 @@ def told(leg: Any) -> dict[str, Any]:
 
 
 def test_legs_tell_no_deadline_where_nobody_orders() -> None:
-    assert told(router(Clock()).begin(request(params=SLO))) == {}
+    assert told(router(Clock(), order="fcfs").begin(request(params=SLO))) == {}
 
 
 def test_with_the_first_token_from_prefill_its_deadline_is_the_target() -> None:

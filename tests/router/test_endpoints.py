@@ -96,7 +96,7 @@ async def test_decisions_are_the_journal_s_records() -> None:
     (record,) = router.decisions(1, "user-b")
     assert found[0] == msgspec.json.decode(msgspec.json.encode(record))
     (candidate,) = found[1]["decisions"][0]["candidates"]
-    assert candidate == {"rank": 0, "score": None, "terms": {}}
+    assert (candidate["rank"], candidate["score"]) == (0, None)
     one = http.get("/router/decisions", params={"request_id": "user-a"}).json()
     assert [record["request_id"] for record in one] == ["user-a"]
     for limit in ("0", "-1", "x", "99999999999999999999"):

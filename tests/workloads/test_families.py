@@ -57,6 +57,21 @@ def test_families_stress_what_they_are_said_to() -> None:
     assert mean("docs", "output_tokens") < mean("chat", "output_tokens")
 
 
+def test_without_bursts_arrivals_are_a_poisson_process() -> None:
+    def dispersion(burst_factor: float | None) -> float:
+        made = generate("chat", duration_s=600, seed=5, burst_factor=burst_factor)
+        counts = [0] * 600
+        for one in made:
+            counts[int(one.arrival_s)] += 1
+        return statistics.variance(counts) / statistics.fmean(counts)
+
+    assert dispersion(1.0) == pytest.approx(1.0, abs=0.25)
+    assert dispersion(None) > 3
+    for factor in (0.5, float("nan")):
+        with pytest.raises(WorkloadError, match="burst factor"):
+            generate("chat", burst_factor=factor)
+
+
 def test_another_rate_does_not_draw_other_lengths() -> None:
     slow, fast = generate("mixed", rate=5), generate("mixed", rate=50)
     for a, b in zip(slow, fast, strict=False):
