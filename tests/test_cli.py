@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from vllm_calrouter import cli
 
 SMALL = ["--workload", "chat", "--rate", "4", "--duration", "5"]
-PARTS = ("p50", "p95", "p99", "max")
+PARTS = ("mean", "p50", "p95", "p99", "max")
 
 
 def run(*arguments: str) -> Result:
