@@ -213,7 +213,7 @@ SETUPS = {
     UNBOUNDED: _setup(_DEFAULT, patience="null"),
 }
 
-QUICK_SETUPS = (ROUND_ROBIN, OWN, LEAST_LOADED, SHORT_FIRST, DEFAULT)
+QUICK_SETUPS = (ROUND_ROBIN, OWN, LEAST_LOADED, SHORT_FIRST, DEFAULT, UNBOUNDED)
 
 #: Round-robin with a third more engines, for what it takes to keep up with six.
 EIGHT = Cell("mixed, 3 + 5", _family("mixed", "--prefill 3 --decode 5"))

@@ -18,6 +18,7 @@ from benchmarks.regimes.grid import (
     OWN,
     ROUND_ROBIN,
     SHORT_FIRST,
+    UNBOUNDED,
     Cell,
 )
 from benchmarks.regimes.outcome import Outcome, Outcomes, outcome
@@ -51,6 +52,7 @@ def found(**changes: dict[str, float]) -> Outcomes:
         LEAST_LOADED: base,
         SHORT_FIRST: base,
         DEFAULT: good,
+        UNBOUNDED: good,
     }
     for setup, fields in changes.items():
         setups[setup] = setups[setup]._replace(**fields)
