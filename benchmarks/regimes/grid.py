@@ -59,7 +59,13 @@ _FIXED = "--slo tight=175/39.7 --slo loose=525/119.1"
 _BASIC = [Cell(name, _family(name), quick=True) for name in FAMILIES]
 
 #: At the workload's own rate these slots are not nearly enough for anybody.
-_FEW_SLOTS = {"mixed": 0.55, "mixed_long": 0.9, "chat": 0.55, "docs": 1.0}
+_FEW_SLOTS = {
+    "mixed": 0.55,
+    "mixed_long": 0.9,
+    "chat": 0.55,
+    "docs": 1.0,
+    "reasoning": 0.3,
+}
 _SCARCE = [
     *(
         Cell(

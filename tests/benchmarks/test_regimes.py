@@ -122,6 +122,11 @@ def test_every_cell_and_setup_is_one_that_the_command_takes(
         assert router_options(made, policy, 1).policy == policy, setup
 
 
+def test_cells_of_any_kind_have_their_bars() -> None:
+    for cells in (CELLS[:1], CELLS[1:]):
+        assert list(bars(cells, grid.QUICK_SETUPS, found(), None))
+
+
 def made_up(arguments: str) -> dict[str, Any]:
     return run(0.8 if "fcfs" in arguments else 0.97)
 
