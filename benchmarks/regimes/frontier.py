@@ -18,7 +18,7 @@ import click
 from benchmarks.regimes import grid
 from benchmarks.regimes.outcome import Outcome, outcome
 from benchmarks.regimes.plan import FULL, QUICK, Span
-from benchmarks.regimes.show import markdown
+from benchmarks.regimes.show import SUMMARY, markdown
 from benchmarks.runs import Runs
 
 WORKLOADS = ("mixed", "mixed_long", "chat", "docs")
@@ -64,14 +64,11 @@ def curves(runs: Runs, span: Span, workers: int) -> Curves:
 
 
 def lines(found: Curves) -> Iterator[list[str]]:
-    """The table: goodput / P99 of TTFT over round-robin's / longest TTFT in seconds."""
+    """The table: a line for each patience, a column for each workload."""
     yield ["`patience`", *found]
     for patience in PATIENCE:
         points = (curve[patience] for curve in found.values())
-        yield [
-            patience,
-            *(f"{p.goodput:.3f} / {p.p99_ratio:.2f} / {p.worst_s:.1f}" for p in points),
-        ]
+        yield [patience, *map(SUMMARY.show, points)]
 
 
 def plot(found: Curves, path: Path) -> None:
@@ -114,7 +111,7 @@ def plot(found: Curves, path: Path) -> None:
 )
 def main(quick: bool, drawing: Path | None, workers: int, results: Path) -> None:
     found = curves(Runs(results), QUICK if quick else FULL, workers)
-    click.echo("Goodput / P99 of TTFT, times round-robin's / longest TTFT, s:\n")
+    click.echo(f"{SUMMARY.title}:\n")
     click.echo(markdown(lines(found)))
     if drawing is not None:
         plot(found, drawing)

@@ -19,7 +19,13 @@ class Column(NamedTuple):
     show: Callable[[Outcome], str]
 
 
+#: What docs/policies.md shows.
+SUMMARY = Column(
+    "Goodput / P99 of TTFT, times round-robin's / longest TTFT, s",
+    lambda o: f"{o.goodput:.3f} / {o.p99_ratio:.2f} / {o.worst_s:.1f}",
+)
 FIGURES = (
+    SUMMARY,
     Column("Goodput", lambda o: f"{o.goodput:.3f}"),
     Column(
         f"Goodput less that of {grid.ROUND_ROBIN} (± standard error)",
