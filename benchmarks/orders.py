@@ -21,7 +21,8 @@ from typing import Any
 
 import click
 
-from benchmarks.runs import as_line, code_version, stored
+from benchmarks.runs import as_line, stored
+from vllm_calrouter.runs import code_version
 from vllm_calrouter.simulation.command import simulate
 from vllm_calrouter.simulation.results import mean_and_error
 

@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from benchmarks.runs import as_line, code_version, stored
+from benchmarks.runs import as_line, stored
+from vllm_calrouter.runs import code_version
 from vllm_calrouter.simulation.results import mean_and_error
 
 REGIMES: dict[str, list[str]] = {

@@ -6,22 +6,9 @@ version of the package found is not taken for this one's.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
-
-from vllm_calrouter import _core
-
-
-def code_version() -> str:
-    """Another one whenever a figure may change: the package's own sources and core."""
-    package = Path(_core.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".so", ".json"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def stored(path: Path) -> dict[str, Any]:

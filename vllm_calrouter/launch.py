@@ -76,7 +76,7 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
             f"write --router-plugin {opt.PLUGIN_NAME}"
         )
     options = opt.parse(config)
-    _check_effect(config, options)
+    check_effect(config, options)
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
     _check_models(args, options)
@@ -102,7 +102,8 @@ def _written_config(args: Namespace) -> dict[str, Any]:
     return config
 
 
-def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
+def check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
+    """Refuse what is written and cannot act; raises OptionError."""
     orders = {options.order, options.decode_order}
     if "max_overtake_s" in config and "deadline" not in orders:
         raise OptionError(
