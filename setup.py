@@ -30,6 +30,7 @@ setup(
     package_data={
         "vllm_calrouter": ["py.typed", "*.pyi"],
         "vllm_calrouter.calibration": ["profiles/*.json"],
+        "vllm_calrouter.report": ["*.j2"],
     },
     ext_modules=[
         Pybind11Extension(
@@ -54,7 +55,10 @@ setup(
         "click>=8.1",
         "rich>=13",
         "tqdm>=4.66",
+        "aiohttp>=3.9",
+        "jinja2>=3.1",
     ],
+    extras_require={"plot": ["matplotlib>=3.8"]},
     entry_points={
         "vllm.general_plugins": ["calrouter = vllm_calrouter.plugin:register"],
         "console_scripts": ["calrouter = vllm_calrouter.cli:main"],

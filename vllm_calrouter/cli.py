@@ -20,6 +20,14 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "vllm_calrouter.simulation.command:simulate",
         "Run a workload through the router on a cluster in virtual time.",
     ),
+    "bench": (
+        "vllm_calrouter.bench.command:bench",
+        "Run a workload against live servers and measure it.",
+    ),
+    "report": (
+        "vllm_calrouter.report.command:report",
+        "Make a page of plots from a folder of runs.",
+    ),
     "explain": (
         "vllm_calrouter.explain:explain",
         "Show why a request went where it went, from a router's journal.",
