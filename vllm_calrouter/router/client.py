@@ -53,6 +53,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             count=self.client_count,
             first_token=first_token_rules(vllm_config, options),
             limits=_limits(vllm_config, options, len(self.core_engines)),
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             journal=Journal(options.journal) if options.journal else None,
         )
         self.introductions: list[Introduction] = []
@@ -98,6 +99,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         self.introductions = introduction.read(told)
         options = self._router.options
         introduction.check(self.introductions, options, _router_keys(options))
+        self._router.placer.place_on([engine.host for engine in self.introductions])
         clocks = Clocks(
             [engine.clock for engine in self.introductions], introduction.clock_name()
         )
@@ -191,6 +193,11 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             if self._mending is not None:
                 self._mending.cancel()
             self.router.close()
+
+    async def reset_prefix_cache_async(self, *args: Any, **kwargs: Any) -> bool:
+        self._router.placer.forget_prefixes()
+        emptied: bool = await super().reset_prefix_cache_async(*args, **kwargs)
+        return emptied
 
     async def engine_states(self) -> list[dict[str, Any]]:
         """What every engine holds right now (`engine/scheduler.py`).
