@@ -141,6 +141,8 @@ class Benchmark:
         paced = settings.slow_down != 1
         if paced:
             where += f", slowed down by {settings.slow_down:g}"
+        if settings.max_in_flight != 1024:
+            where += f", at most {settings.max_in_flight} in flight"
         return {
             "kind": "paced" if paced else "measured",
             "scenario": f"{traffic.describe()}; {where}",

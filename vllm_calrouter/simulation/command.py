@@ -98,6 +98,10 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"{self.max_num_seqs} slots")
         if self.max_num_batched_tokens != 2048:
             parts.append(f"{self.max_num_batched_tokens} tokens a step")
+        if self.max_model_len != 32_768:
+            parts.append(f"model of {self.max_model_len:,} tokens")
+        if self.block_size != 16:
+            parts.append(f"blocks of {self.block_size}")
         if not self.prefix_caching:
             parts.append("no prefix caching")
         if self.routers != 1:

@@ -62,6 +62,8 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True):
             parts.append(f"from {self.start:g} s")
         if self.spread:
             parts.append(f"stamps spread over {self.spread:g} s")
+        if self.skip_too_long:
+            parts.append("too long ones left out")
         if self.slo_mix is not None:
             parts.append(self.slo_mix.replace(",", " "))
         if not self.slo_targets:
