@@ -166,6 +166,11 @@ def test_a_slow_engine_is_slow() -> None:
         ([*SMALL, "--router-config", "calibration=on"], "no effect in a simulation"),
         ([*SMALL, "--router-config", "kv_load_failure=fail"], "no effect"),
         ([*SMALL, "--router-config", "profile=x"], "write --profile"),
+        ([*SMALL, "--router-config", "slo_classes={}"], "add --no-slo-targets"),
+        (
+            [*SMALL, "--no-slo-targets", "--router-config", "slo_classes={}"],
+            "without default_slo",
+        ),
         ([*SMALL, "--router-config", "long_share=0.2"], "has no effect"),
         ([*SMALL, "--router-config", "max_overtake_s=1"], "has no effect"),
         ([*SMALL, "--router-config", "decode_max_num_seqs=65"], "raise --max-num-seqs"),

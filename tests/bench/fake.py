@@ -23,6 +23,7 @@ class Fake:
         wavers: whether it gives another text each time.
         cold_pairs: pairs that never moved a KV cache.
         running: requests of others.
+        secretive: whether it keeps its decisions to itself.
         dev: whether it resets prefix caches.
         refuses: which requests, by their numbers in a run, it answers with 400.
     """
@@ -34,6 +35,7 @@ class Fake:
         self.wavers = False
         self.cold_pairs = 0
         self.running = 0
+        self.secretive = False
         self.dev = True
         self.refuses: Callable[[int], bool] = lambda number: False
         self.url = ""
@@ -68,6 +70,8 @@ class Fake:
         return web.json_response(state)
 
     async def _decisions(self, _: web.Request) -> web.Response:
+        if self.secretive:
+            raise web.HTTPServiceUnavailable
         return web.json_response(self._ended[-500:])
 
     async def _metrics(self, _: web.Request) -> web.Response:

@@ -194,6 +194,15 @@ def test_failures_are_counted_and_said(
     assert "all requests failed" in refusal("--url", fake.url, *words, "--seed", "2")
 
 
+def test_a_run_is_not_lost_with_the_decisions(
+    fake: Fake, trace: str, output: Path
+) -> None:
+    fake.secretive = True
+    (run,) = figures("--url", fake.url, "--trace", trace, "--output", output)
+    assert run["failed"] == 0
+    assert [one["decode_rank"] for one in requests(output)] == [None] * len(ARRIVALS)
+
+
 def test_a_server_without_the_router_can_be_measured(
     fake: Fake, trace: str, output: Path
 ) -> None:

@@ -29,7 +29,7 @@ of one run only in any case (a cache_salt of its own).
 \b
 Examples:
   calrouter bench --url http://127.0.0.1:8000 --workload mixed --rate 12
-  calrouter bench --url old=http://10.0.0.5:8000 --url new=http://10.0.0.6:8000 \\\\
+  calrouter bench --url old=http://10.0.0.5:8000 --url new=http://10.0.0.6:8000 \\
       --workload chat --seed 1 --seed 2 --seed 3 --output runs
   calrouter report runs
 

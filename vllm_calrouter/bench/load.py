@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from vllm_calrouter.bench.prompts import prompt
-from vllm_calrouter.bench.server import About, Counts, Server
+from vllm_calrouter.bench.server import About, BenchError, Counts, Server
 from vllm_calrouter.calibration import EngineCosts, SloClass
 from vllm_calrouter.simulation.results import Served, percentile, summary
 from vllm_calrouter.workloads import Arrival
@@ -186,7 +186,11 @@ class Load:
         ended = dict(self._unwritten)
         # The server names a request after the id it was given, with its route's prefix.
         names = {f"cmpl-{self._request_id(n)}-0": one for n, one in ended.items()}
-        for decision in await self._server.decisions():
+        # Where requests went is good to know, and no reason to lose a run.
+        decisions: list[Record] = []
+        with contextlib.suppress(BenchError):
+            decisions = await self._server.decisions()
+        for decision in decisions:
             one = names.get(decision["request_id"])
             if one is not None:
                 one.prefill_rank = decision["prefill_rank"]

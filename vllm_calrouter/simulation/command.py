@@ -264,6 +264,7 @@ def simulate(
         if requests_file and output:
             raise ValueError("--output keeps the requests, too: drop --requests-file")
         simulations = _Simulations(setup, load(setup.profile), output)
+        _check_slo(setup, traffic)
         options = [
             (router_options(setup, policy, seed), seed)
             for policy in dict.fromkeys(policies)
@@ -425,13 +426,7 @@ def engine_costs(setup: Setup, profile: Profile) -> list[EngineCosts]:
 
 def router_options(setup: Setup, policy: str, seed: int) -> RouterOptions:
     """The router's options of one run; raises OptionError, ValueError."""
-    config: dict[str, Any] = {}
-    for text in setup.router_config:
-        key, value = pair(text, "--router-config", "output_tokens=128")
-        try:
-            config[key] = json.loads(value)
-        except json.JSONDecodeError:
-            config[key] = value
+    config = _router_config(setup)
     for key in config:
         if key in _OWN:
             raise ValueError(f"--router-config {key}=...: write {_OWN[key]}")
@@ -444,6 +439,34 @@ def router_options(setup: Setup, policy: str, seed: int) -> RouterOptions:
     check_effect(config, options)
     _check_limits(setup, options)
     return msgspec.structs.replace(options, seed=seed)
+
+
+def _router_config(setup: Setup) -> dict[str, Any]:
+    config: dict[str, Any] = {}
+    for text in setup.router_config:
+        key, value = pair(text, "--router-config", "output_tokens=128")
+        try:
+            config[key] = json.loads(value)
+        except json.JSONDecodeError:
+            config[key] = value
+    return config
+
+
+def _check_slo(setup: Setup, traffic: Traffic) -> None:
+    """Classes are for requests that state no targets, and none names its class."""
+    config = _router_config(setup)
+    if traffic.slo_targets:
+        for key in ("slo_classes", "default_slo"):
+            if key in config:
+                raise ValueError(
+                    f"--router-config {key}=... has no effect where requests state "
+                    "their targets: add --no-slo-targets"
+                )
+    if "slo_classes" in config and "default_slo" not in config:
+        raise ValueError(
+            "--router-config slo_classes=... has no effect in a simulation without "
+            "default_slo: requests name no class"
+        )
 
 
 def _check_limits(setup: Setup, options: RouterOptions) -> None:
