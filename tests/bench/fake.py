@@ -25,7 +25,8 @@ class Fake:
         running: requests of others.
         secretive: whether it keeps its decisions to itself.
         dev: whether it resets prefix caches.
-        refuses: which requests, by their numbers in a run, it answers with 400.
+        refuses: which requests, by their numbers in a run, it does not serve.
+        refusal: what it answers to them.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class Fake:
         self.running = 0
         self.secretive = False
         self.dev = True
+        self.refusal: type[web.HTTPException] = web.HTTPBadRequest
         self.refuses: Callable[[int], bool] = lambda number: False
         self.url = ""
         self.bodies: list[dict[str, Any]] = []
@@ -104,7 +106,7 @@ class Fake:
         request_id = request.headers["X-Request-Id"]
         number = int(request_id.rpartition("-")[2])
         if self.refuses(number):
-            raise web.HTTPBadRequest(text="no\nsuch thing")
+            raise self.refusal(text="no\nsuch thing")
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         response = web.StreamResponse()

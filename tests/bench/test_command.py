@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 from click.testing import CliRunner, Result
 
 from tests.bench.fake import Fake, serving
@@ -192,6 +193,15 @@ def test_failures_are_counted_and_said(
     assert run["goodput"] == 0.5
     fake.refuses = lambda number: True
     assert "all requests failed" in refusal("--url", fake.url, *words, "--seed", "2")
+
+
+def test_who_is_not_admitted_has_not_failed(
+    fake: Fake, trace: str, patient: str, output: Path
+) -> None:
+    fake.refuses, fake.refusal = lambda number: number == 0, web.HTTPTooManyRequests
+    words = ("--trace", trace, "--profile", patient, "--output", output)
+    (run,) = figures("--url", fake.url, *words)
+    assert (run["refused"], run["failed"], run["goodput"]) == (1, 0, 0.75)
 
 
 def test_a_run_is_not_lost_with_the_decisions(

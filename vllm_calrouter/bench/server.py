@@ -169,7 +169,9 @@ class Server:
         request_id: str,
         delivered: Callable[[int, float], None],
     ) -> str:
-        """One completion, streamed; returns why it ended, "error: ..." if it failed.
+        """One completion, streamed; returns why it ended.
+
+        "refused": not admitted, a 429; "error: ...": it failed.
 
         Args:
             body: of the request.
@@ -189,6 +191,8 @@ class Server:
                 },
                 timeout=self._timeout,
             ) as response:
+                if response.status == 429:
+                    return "refused"
                 if response.status != 200:
                     return f"error: {await _refusal(response)}"
                 async for line in response.content:

@@ -16,6 +16,7 @@ from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
 from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
 from vllm_calrouter.placement import Limits, engine_costs, engine_limits
+from vllm_calrouter.router import intake
 from vllm_calrouter.router.calibrator import Calibrator
 from vllm_calrouter.router.clocks import Clocks
 from vllm_calrouter.router.first_token import first_token_rules
@@ -79,6 +80,8 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         await self._meet_engines()
         if router.options.telemetry != transport.OFF:
             self._listen()
+        if router.options.admission is not None:
+            intake.guard(router.admit)
         self._mending = asyncio.create_task(_drop_expired(router))
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)

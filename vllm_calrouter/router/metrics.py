@@ -59,6 +59,9 @@ class RouterMetrics:
         self._one_leg = counter(
             "one_leg", "Requests served whole by one engine of split pools.", "cause"
         )
+        self._refused = counter(
+            "refused", "Requests not let in (429), by SLO class.", "slo"
+        )
         self._aborts = counter(
             "aborts", "Aborts (client gone, or stop string found).", "stage"
         )
@@ -174,6 +177,9 @@ class RouterMetrics:
 
     def one_leg(self, cause: str) -> None:
         self._one_leg.labels(cause).inc()
+
+    def refused(self, slo: str | None) -> None:
+        self._refused.labels(slo or "none").inc()
 
     def aborted(self, stage: str) -> None:
         self._aborts.labels(stage).inc()
