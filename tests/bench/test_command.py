@@ -86,7 +86,8 @@ def test_it_has_the_figures_of_a_simulation(
     assert run["preemptions"] == 0, "what was before is not this run's"
     assert run["legs_by_engine"] == {"prefill": {"0": 4}, "decode": {"1": 2, "2": 2}}
     assert fake.ttft_s < run["ttft_s"]["p50"]
-    assert fake.tpot_s < run["tpot_s"]["p50"]
+    # On a busy machine tokens come in bunches, but never before they were sent.
+    assert fake.ttft_s + 11 * fake.tpot_s < run["e2e_s"]["max"]
 
 
 def test_requests_are_what_the_workload_says(
@@ -124,7 +125,7 @@ def test_with_a_slow_down_times_are_those_of_the_hardware(
 def test_a_server_s_delay_does_not_hold_the_next_requests_back(
     fake: Fake, trace: str, output: Path
 ) -> None:
-    fake.ttft_s = 0.6
+    fake.ttft_s = 1.5
     bench("--url", fake.url, "--trace", trace, "--output", output)
     assert fake.most_at_once == len(ARRIVALS)
 
