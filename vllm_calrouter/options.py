@@ -105,8 +105,8 @@ HELP = {
     "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
     "profile": "calibrated, paper: what work costs on these engines; the name of a "
     "shipped profile or a file. Without it an A40's figures stand in.",
-    "calibration": "calibrated, paper: on or off: fit what work costs to the steps that "
-    "engines report, beginning with the profile. Off: only tell when it is wrong.",
+    "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
+    "that engines report, beginning with the profile. Off: only tell when it is wrong.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "

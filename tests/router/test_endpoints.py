@@ -24,6 +24,7 @@ class Client:
         self.router = Router(RouterOptions(prefill=1), 3)
         self.subscriber: Any = None
         self.calibrator: Any = None
+        self.served = {"model": "tiny"}
 
     async def engine_states(self) -> list[dict[str, Any]]:
         return [{"rank": rank} for rank in range(3)]

@@ -61,7 +61,13 @@ class RouterEndpoints:
         costs = client.calibrator.describe() if client.calibrator else []
         state = describe(client.router)
         return JSONResponse(
-            {**state, "heard": heard, "calibration": costs, "engines": held}
+            {
+                **state,
+                "served": client.served,
+                "heard": heard,
+                "calibration": costs,
+                "engines": held,
+            }
         )
 
     async def _decisions(
