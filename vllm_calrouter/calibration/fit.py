@@ -219,7 +219,8 @@ def nonnegative(information: Array, estimate: Array) -> Array:
     """
     if estimate.min() >= 0.0:
         return estimate
-    best, least = np.zeros_like(estimate), np.inf
+    best: Array = np.zeros_like(estimate)
+    least = np.inf
     pull = information @ estimate
     everyone = range(len(estimate))
     for size in everyone:
@@ -231,7 +232,7 @@ def nonnegative(information: Array, estimate: Array) -> Array:
             candidate = np.zeros_like(estimate)
             candidate[chosen] = part
             off = candidate - estimate
-            distance = off @ information @ off
+            distance = float(off @ information @ off)
             if distance < least:
                 best, least = candidate, distance
     return best

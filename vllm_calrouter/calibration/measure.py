@@ -182,6 +182,8 @@ class Measurement:
             rounds, wanting, fits = 0, {"all": 1.0}, {}
             while wanting and (not rounds or time.monotonic() - began_s < self._most_s):
                 await self._round(rounds)
+                if listening.done():
+                    listening.result()
                 rounds += 1
                 fits = {e.rank: self._fit(e) for e in self._engines}
                 wanting = {
@@ -333,8 +335,8 @@ class Measurement:
             raise MeasureError(f"{self._url} asks for a key: add --api-key")
         if answer.status_code != 200:
             raise MeasureError(
-                f"{self._url}{path} answers HTTP {answer.status_code}: is it vllm serve "
-                "with --router-plugin calrouter?"
+                f"{self._url}{path} answers HTTP {answer.status_code}: is it vllm "
+                "serve with --router-plugin calrouter?"
             )
         try:
             found: dict[str, Any] = answer.json()
