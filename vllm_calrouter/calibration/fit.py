@@ -206,9 +206,9 @@ def prior_of(costs: EngineCosts) -> tuple[Array, Array]:
 def beliefs_about(centre: Array, scale: Array) -> Array:
     """The prior's information about the constants in units of `scale` (6 x 6)."""
     common = centre / scale
-    own = np.eye(len(CONSTANTS)) * _OWN_SD**2
-    information: Array = np.linalg.inv(_COMMON_SD**2 * np.outer(common, common) + own)
-    return information
+    spread = np.outer(_COMMON_SD * common, _COMMON_SD * common).astype(np.float64)
+    np.fill_diagonal(spread, spread.diagonal() + _OWN_SD**2)
+    return np.asarray(np.linalg.inv(spread), dtype=np.float64)
 
 
 def nonnegative(information: Array, estimate: Array) -> Array:

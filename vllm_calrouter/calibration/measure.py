@@ -136,6 +136,7 @@ class Measurement:
         tell: is called with (rounds done, constants not known yet, the largest relative
             standard error among them) after each round.
         seed: of the prompts; another one for each measurement, or prefixes are cached.
+        transport: stands for the network.
     """
 
     def __init__(
@@ -147,6 +148,7 @@ class Measurement:
         most_s: float = 60.0,
         tell: Callable[[int, int, float], None] = lambda *_: None,
         seed: int | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._http = httpx.AsyncClient(
@@ -154,6 +156,7 @@ class Measurement:
             headers=headers,
             timeout=_TIMEOUT_S,
             limits=httpx.Limits(max_connections=None),
+            transport=transport,
         )
         self._url = url
         self._prior = prior
