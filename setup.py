@@ -54,6 +54,8 @@ setup(
         "click>=8.1",
         "rich>=13",
         "tqdm>=4.66",
+        "numpy",
+        "httpx>=0.27",
     ],
     entry_points={
         "vllm.general_plugins": ["calrouter = vllm_calrouter.plugin:register"],

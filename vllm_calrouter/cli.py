@@ -20,6 +20,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "vllm_calrouter.simulation.command:simulate",
         "Run a workload through the router on a cluster in virtual time.",
     ),
+    "calibrate": (
+        "vllm_calrouter.calibration.command:calibrate",
+        "Measure what work costs on a running server's engines.",
+    ),
     "explain": (
         "vllm_calrouter.explain:explain",
         "Show why a request went where it went, from a router's journal.",

@@ -29,6 +29,7 @@ class Client:
             [introduce(RouterOptions(telemetry="tcp://10.0.0.1:5600"), 1)]
         )
         self.calibrator: Any = None
+        self.served = {"model": "tiny"}
 
     async def engine_states(self) -> list[dict[str, Any]]:
         return [{"rank": rank} for rank in range(3)]

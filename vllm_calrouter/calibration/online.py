@@ -55,7 +55,9 @@ _REJECT = 6.0
 
 #: How fast the noise follows the residuals, a step.
 _NOISE_RATE = 0.02
-_MOST_NOISE = 1.0
+
+#: With more noise than this nothing was understood.
+_MOST_NOISE = 0.5
 _MAD = 1.4826
 
 #: No less information is divided by.
@@ -101,12 +103,8 @@ class OnlineFit:
 
     def __init__(self, prior: EngineCosts) -> None:
         self._prior = prior
-        self._estimate, self._scale = prior_of(prior)
-        #: Of the constants in units of the scale.
-        self._information = np.eye(len(self._estimate))
-        self._noise = 1.0
-        self._prefill, self._decode = _Kind(), _Kind()
         self.steps = 0
+        self._forget()
 
     def observe(self, step: StepTiming) -> None:
         """Take in one step."""
@@ -115,7 +113,9 @@ class OnlineFit:
         self.steps += 1
         kind = self._prefill if step.prefill_tokens else self._decode
         kind.note(step, rejected=self._begun and not self._learn(step))
-        if kind.is_due:
+        if self._noise > _MOST_NOISE:
+            self._forget()
+        elif kind.is_due:
             self._fit_together(kind)
         elif kind.is_another:
             self._begin_again(kind)
@@ -153,6 +153,14 @@ class OnlineFit:
     @property
     def _begun(self) -> bool:
         return bool(self._prefill.fits or self._decode.fits)
+
+    def _forget(self) -> None:
+        """Be as if no step had been heard."""
+        self._estimate, self._scale = prior_of(self._prior)
+        #: Of the constants in units of the scale.
+        self._information = np.eye(len(self._estimate))
+        self._noise = _MOST_NOISE
+        self._prefill, self._decode = _Kind(), _Kind()
 
     def _learn(self, step: StepTiming) -> bool:
         """Change the estimate by one step; False when it does not fit."""
@@ -195,16 +203,19 @@ class OnlineFit:
             return
         above = _MAD * abs(off) > self._noise
         noise = self._noise * math.exp(_NOISE_RATE if above else -_NOISE_RATE)
-        self._noise = min(max(noise, LEAST_NOISE), _MOST_NOISE)
+        self._noise = max(noise, LEAST_NOISE)
 
     def _fit_together(self, kind: _Kind) -> None:
         """Start from the steps kept of both kinds."""
         steps = [*self._prefill.steps, *self._decode.steps]
         fit = fit_steps(steps, self.costs if self._begun else self._prior)
+        if fit.noise > _MOST_NOISE:
+            self._forget()
+            return
         self._estimate, self._scale = prior_of(fit.costs)
         unit = np.outer(self._scale, self._scale)
         self._information = np.linalg.inv(fit.covariance / unit)
-        self._noise = min(fit.noise, _MOST_NOISE)
+        self._noise = fit.noise
         kind.fitted()
 
     def _begin_again(self, kind: _Kind) -> None:

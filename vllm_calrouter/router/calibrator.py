@@ -224,6 +224,7 @@ def _describe(rank: int, engine: _Engine) -> dict[str, Any]:
         "rank": rank,
         "source": engine.source,
         "steps": engine.fit.steps,
+        "noise": engine.fit.noise,
         "step_prediction_ratio": engine.ratio(),
         "drifts": engine.drifts,
         "costs": {name: getattr(engine.costs, name) for name in CONSTANTS},

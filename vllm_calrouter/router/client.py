@@ -62,6 +62,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         self._listening: list[asyncio.Task[None]] = []
         self._mending: asyncio.Task[None] | None = None
         self._started = False
+        self.served = _served(vllm_config)
 
     async def get_supported_tasks_async(self) -> Any:
         """The first thing an API server asks of its engines, before it serves."""
@@ -213,6 +214,26 @@ def _limits(config: Any, options: RouterOptions, engines: int) -> list[Limits]:
     scheduler = config.scheduler_config
     common = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return engine_limits(options, engines, common)
+
+
+def _served(config: Any) -> dict[str, Any]:
+    """What runs here, as a profile names it."""
+    from vllm.platforms import current_platform
+
+    model, cache = config.model_config, config.cache_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    try:
+        gpu = current_platform.get_device_name()
+    except NotImplementedError:
+        gpu = "unknown"
+    return {
+        "model": model.model,
+        "dtype": dtype,
+        "kv_dtype": dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
+        "tensor_parallel": config.parallel_config.tensor_parallel_size,
+        "gpu": gpu or "unknown",
+        "max_model_len": model.max_model_len,
+    }
 
 
 def _calibrator(router: Router) -> Calibrator:

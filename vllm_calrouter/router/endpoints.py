@@ -63,8 +63,16 @@ class RouterEndpoints:
             for engine in client.introductions
         ]
         costs = client.calibrator.describe() if client.calibrator else []
-        state = {**describe(client.router), "hosts": hosts, "heard": heard}
-        return JSONResponse({**state, "calibration": costs, "engines": held})
+        return JSONResponse(
+            {
+                **describe(client.router),
+                "served": client.served,
+                "hosts": hosts,
+                "heard": heard,
+                "calibration": costs,
+                "engines": held,
+            }
+        )
 
     async def _decisions(
         self,
