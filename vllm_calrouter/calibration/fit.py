@@ -59,11 +59,11 @@ _MAD = 1.4826
 LEAST_NOISE = 1e-3
 
 #: Seconds below which no engine steps.
-_LEAST_S = 1e-6
+LEAST_S = 1e-6
 
 #: The least share of a step's prior that is divided by: constants below 0 may predict
 #: nothing, or less.
-_LEAST_SHARE = 0.05
+LEAST_SHARE = 0.05
 
 _ITERATIONS = 25
 _CONVERGED = 1e-4
@@ -153,7 +153,7 @@ def as_arrays(steps: Sequence[StepTiming]) -> tuple[Array, Array]:
 def is_timed(step: StepTiming) -> bool:
     """Whether the step computed something, and took the time that this takes."""
     work = step.prefill_tokens or step.decode_seqs
-    return step.seconds >= _LEAST_S and bool(work)
+    return step.seconds >= LEAST_S and bool(work)
 
 
 def values_of(costs: EngineCosts) -> Array:
@@ -203,7 +203,7 @@ def prior_of(costs: EngineCosts) -> tuple[Array, Array]:
     A constant in proportion to next to nothing would stay there whatever steps say.
     """
     values = values_of(costs)
-    typical_s = max(float(values @ _UNITS), _LEAST_S)
+    typical_s = max(float(values @ _UNITS), LEAST_S)
     return values, np.maximum(values, _STAND_IN * typical_s / _UNITS)
 
 
@@ -251,7 +251,7 @@ def shares(
         rows: `regressors` (n x 6).
     """
     predicted = rows @ estimate
-    whole: Array = np.maximum(predicted, _LEAST_SHARE * (rows @ scale))
+    whole: Array = np.maximum(predicted, LEAST_SHARE * (rows @ scale))
     off: Array = (seconds - predicted) / whole
     return rows * scale / whole[:, None], off
 

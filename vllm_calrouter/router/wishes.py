@@ -11,8 +11,9 @@ Precedence, for each figure by itself:
 3. the SLO class that `vllm_xargs.slo` names;
 4. the class of the served model (`defaults.MODEL.slo`), then `default_slo`.
 
-Classes are those of `slo_classes`; where none are written, the profile's. A figure thus beats a class, and the body beats a header. `defaults.MODEL.output_tokens`
-is no wish: it is what a predictor starts from (`Rules.prior_tokens`).
+Classes are those of `slo_classes`; where none are written, the profile's. A figure thus
+beats a class, and the body beats a header. `defaults.MODEL.output_tokens` is no wish:
+it is what a predictor starts from (`Rules.prior_tokens`).
 """
 
 from __future__ import annotations
