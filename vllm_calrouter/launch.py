@@ -109,8 +109,7 @@ def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
             "--router-config.max_overtake_s has no effect without deadlines: drop it "
             "or write --router-config.order deadline"
         )
-    priced = options.policy in opt.PRICING_POLICIES or orders != {opt.FCFS}
-    if "profile" in config and not priced:
+    if "profile" in config and not options.prices:
         raise OptionError(
             "--router-config.profile has no effect under the policy "
             f"{options.policy} and the order {opt.FCFS}: drop it or write "

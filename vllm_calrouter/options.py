@@ -101,6 +101,12 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     long_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
+    @property
+    def prices(self) -> bool:
+        """Whether anything asks what work costs."""
+        orders = {self.order, self.decode_order}
+        return self.policy in PRICING_POLICIES or orders != {FCFS}
+
     def role_limits(self, *, prefill: bool) -> dict[str, int]:
         """Scheduler limits written for one role, by vLLM's name for each."""
         role = "prefill" if prefill else "decode"

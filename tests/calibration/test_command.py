@@ -9,7 +9,6 @@ from click.testing import CliRunner
 from tests.calibration.test_measure import FakeServer
 from vllm_calrouter import cli
 from vllm_calrouter.calibration import command, load
-from vllm_calrouter.calibration import measure as module
 from vllm_calrouter.calibration.measure import Measurement
 
 A40 = load("a40-qwen2.5-3b").costs
@@ -21,12 +20,11 @@ def run(*arguments: str) -> Any:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    monkeypatch.setattr(module, "_POLL_S", 0.001)
     server = FakeServer([A40], ["both"])
 
     class Connected(Measurement):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, transport=server, **kwargs)
+            super().__init__(*args, poll_s=0.001, transport=server, **kwargs)
 
     monkeypatch.setattr(command, "Measurement", Connected)
     return server

@@ -133,6 +133,16 @@ def test_a_wrong_profile_is_noticed_within_100_steps(
         assert not setting.put
 
 
+def test_wrong_prefill_is_noticed_where_most_steps_decode(warned: list[str]) -> None:
+    wrong = A40.changed(
+        prefill_base_s=0.0, prefill_per_token_s=A40.prefill_per_token_s / 7.4
+    )
+    setting = Setting([wrong], takes_over=False)
+    setting.report(0, traffic(A40, 130, kinds="ddddp"))
+    assert len(warned) == 1
+    assert setting.state(0)["drifts"]
+
+
 def test_a_right_profile_is_no_drift(warned: list[str]) -> None:
     setting = Setting([A40], takes_over=False)
     setting.report(0, traffic(A40, 500, outliers=0.1))

@@ -12,7 +12,8 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ from vllm_calrouter.messages import StepTiming, Transfer
 #: A constant is known when its standard error is below this share of it, or below that
 #: share of the step in which it weighs most.
 GOOD = 0.02
-NEGLIGIBLE = 0.005
+NEGLIGIBLE = 0.001
 
 #: Constants that an engine of a role is asked for.
 OF_ROLE = {"prefill": CONSTANTS[:3], "decode": CONSTANTS[3:], "both": CONSTANTS}
@@ -55,7 +56,6 @@ _KV_SHARE = 0.7
 #: Requests of each length whose KV cache is moved.
 _TRANSFERS = 3
 
-_POLL_S = 0.05
 _TIMEOUT_S = 600.0
 
 #: Token ids that every vocabulary has, and that are plain text in most.
@@ -136,6 +136,8 @@ class Measurement:
         tell: is called with (rounds done, constants not known yet, the largest relative
             standard error among them) after each round.
         seed: of the prompts; another one for each measurement, or prefixes are cached.
+        poll_s: seconds between two looks at what engines tell. They tell their last
+            eight steps: what is looked at less often is seen in part.
         transport: stands for the network.
     """
 
@@ -148,6 +150,7 @@ class Measurement:
         most_s: float = 60.0,
         tell: Callable[[int, int, float], None] = lambda *_: None,
         seed: int | None = None,
+        poll_s: float = 0.05,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -162,6 +165,7 @@ class Measurement:
         self._prior = prior
         self._most_s = most_s
         self._tell = tell
+        self._poll_s = poll_s
         self._random = random.Random(seed)
         self._model = ""
         self._longest = 0
@@ -179,10 +183,9 @@ class Measurement:
         Raises MeasureError.
         """
         served, vllm = await self._meet()
-        listening = asyncio.create_task(self._listen())
         began_s = time.monotonic()
-        try:
-            rounds, wanting, fits = 0, {"all": 1.0}, {}
+        rounds, wanting, fits = 0, {"all": 1.0}, {}
+        async with self._listening() as listening:
             while wanting and (not rounds or time.monotonic() - began_s < self._most_s):
                 await self._round(rounds)
                 if listening.done():
@@ -196,12 +199,30 @@ class Measurement:
                 }
                 self._tell(rounds, len(wanting), max(wanting.values(), default=0.0))
             transfer = await self._transfers()
-            seconds = time.monotonic() - began_s
-        finally:
-            listening.cancel()
+        seconds = time.monotonic() - began_s
         return Measured(
             self._engines, fits, transfer, served, vllm, seconds, rounds, not wanting
         )
+
+    async def watch(self, traffic: Awaitable[Any]) -> list[Engine]:
+        """The engines, with the steps they told of while this traffic went on.
+
+        Raises MeasureError.
+        """
+        await self._meet()
+        async with self._listening() as listening:
+            await traffic
+            if listening.done():
+                listening.result()
+        return self._engines
+
+    @asynccontextmanager
+    async def _listening(self) -> AsyncIterator[asyncio.Task[None]]:
+        listening = asyncio.create_task(self._listen())
+        try:
+            yield listening
+        finally:
+            listening.cancel()
 
     async def _meet(self) -> tuple[dict[str, Any], str]:
         """Learn what is served, and by which engines."""
@@ -231,7 +252,7 @@ class Measurement:
     async def _round(self, number: int) -> None:
         await asyncio.gather(*(self._measure(e, number) for e in self._engines))
         # What the last steps took is told a moment later.
-        await asyncio.sleep(4 * _POLL_S)
+        await asyncio.sleep(4 * self._poll_s)
 
     async def _measure(self, engine: Engine, number: int) -> None:
         if engine.role != "decode":
@@ -278,7 +299,7 @@ class Measurement:
                 continue
             before = sum(len(e.transfers) for e in readers)
             await self._ask(None, self._prompt(tokens), 2)
-            await asyncio.sleep(4 * _POLL_S)
+            await asyncio.sleep(4 * self._poll_s)
             moved = [t for e in readers for t in e.transfers]
             if len(moved) == before + 1:
                 newest = max(readers, key=lambda e: len(e.transfers)).transfers[-1]
@@ -322,7 +343,7 @@ class Measurement:
             for row in state["heard"]:
                 if row["age_s"] is not None:
                     by_rank[row["rank"]].hear(row)
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._poll_s)
 
     async def _state(self, *, engines: bool) -> dict[str, Any]:
         return await self._get(f"/router/state?engines={str(engines).lower()}")

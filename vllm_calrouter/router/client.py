@@ -15,7 +15,12 @@ from vllm_calrouter.engine.scheduler import STATE_UTILITY, role_of
 from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
 from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
-from vllm_calrouter.placement import Limits, engine_costs, engine_limits
+from vllm_calrouter.placement import (
+    Limits,
+    engine_costs,
+    engine_limits,
+    foreign_profile,
+)
 from vllm_calrouter.router.calibrator import Calibrator
 from vllm_calrouter.router.clocks import Clocks
 from vllm_calrouter.router.first_token import first_token_rules
@@ -76,12 +81,21 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         router.metrics = RouterMetrics()
         pools = router.pools
         logger.info("router: policy %s, %s", router.options.policy, pools)
+        self._warn_of_profile()
         await self._meet_engines()
         if router.options.telemetry != transport.OFF:
             self._listen()
         self._mending = asyncio.create_task(_drop_expired(router))
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)
+
+    def _warn_of_profile(self) -> None:
+        options = self._router.options
+        # Of several API servers one says it.
+        if not options.prices or self.client_index:
+            return
+        if told := foreign_profile(options, self.served):
+            logger.warning("router: %s", told)
 
     async def _meet_engines(self) -> None:
         """Learn where engines are, and that each was started to work with this router.
