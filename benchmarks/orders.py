@@ -10,22 +10,14 @@ the same requests of each seed. What was run is kept in a file and not run again
 
 from __future__ import annotations
 
-import io
-import json
-import shlex
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import click
 
-from benchmarks.runs import as_line, code_version, stored
-from vllm_calrouter.simulation.command import simulate
+from benchmarks.runs import Figures, Runs
 from vllm_calrouter.simulation.results import mean_and_error
-
-Run = dict[str, Any]
 
 REGIMES = {
     "mixed": "--workload mixed",
@@ -51,46 +43,17 @@ ROWS = {
 }
 
 
-def ran(arguments: str) -> Run:
-    """One run's figures, as `calrouter simulate --json` prints them."""
-    said = io.StringIO()
-    with redirect_stdout(said):
-        simulate.main([*shlex.split(arguments), "--json"], standalone_mode=False)
-    run: Run = json.loads(said.getvalue())
-    return run
+def arguments(regime: str, row: str, seed: int) -> str:
+    """The command line of `calrouter simulate`."""
+    return f"{REGIMES[regime]} {ROWS[row]} --seed {seed}"
 
 
-class Runs:
-    """Runs by their arguments, each made once.
-
-    Args:
-        path: file they are kept in, a line each.
-        run: makes one.
-    """
-
-    def __init__(self, path: Path, run: Callable[[str], Run] = ran) -> None:
-        self._path = path
-        self._run = run
-        self._known: dict[str, Run] = stored(path)
-        self._code = code_version()
-
-    def get(self, arguments: str) -> Run:
-        """The run, from the file or new."""
-        key = f"{self._code} {arguments}"
-        if key not in self._known:
-            self._known[key] = run = self._run(arguments)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.write(as_line(key, run))
-        return self._known[key]
-
-    def of(self, regime: str, row: str, seeds: Sequence[int]) -> list[Run]:
-        """A row's runs in a regime, by seed."""
-        arguments = f"{REGIMES[regime]} {ROWS[row]}"
-        return [self.get(f"{arguments} --seed {seed}") for seed in seeds]
+def of(runs: Runs, regime: str, row: str, seeds: Sequence[int]) -> list[Figures]:
+    """A row's runs in a regime, by seed."""
+    return [runs[arguments(regime, row, seed)] for seed in seeds]
 
 
-def goodput(runs: list[Run], first: list[Run]) -> str:
+def goodput(runs: list[Figures], first: list[Figures]) -> str:
     """Mean goodput, and its difference to the first row's with standard error."""
     mean = fmean(run["goodput"] for run in runs)
     if runs is first:
@@ -100,10 +63,10 @@ def goodput(runs: list[Run], first: list[Run]) -> str:
     return f"{mean:.3f} ({gain:+.3f} ± {error:.3f})"
 
 
-def seconds(of: str, what: str) -> Callable[[list[Run], list[Run]], str]:
+def seconds(of: str, what: str) -> Callable[[list[Figures], list[Figures]], str]:
     """Mean over runs of one percentile, in seconds."""
 
-    def cell(runs: list[Run], first: list[Run]) -> str:
+    def cell(runs: list[Figures], first: list[Figures]) -> str:
         return f"{fmean(run[of][what] or 0.0 for run in runs):.2f}"
 
     return cell
@@ -119,6 +82,12 @@ TABLES = {
 
 def markdown(runs: Runs, seeds: Sequence[int], regimes: Sequence[str]) -> str:
     """All tables."""
+    runs.make(
+        arguments(regime, row, seed)
+        for regime in regimes
+        for seed in seeds
+        for row in ROWS
+    )
     lines = []
     for title, cell in TABLES.items():
         lines += [f"| {title} | {' | '.join(regimes)} |", "|---" * (len(regimes) + 1)]
@@ -126,8 +95,8 @@ def markdown(runs: Runs, seeds: Sequence[int], regimes: Sequence[str]) -> str:
         for row in ROWS:
             cells = []
             for regime in regimes:
-                first = runs.of(regime, next(iter(ROWS)), seeds)
-                own = first if row == next(iter(ROWS)) else runs.of(regime, row, seeds)
+                first = of(runs, regime, next(iter(ROWS)), seeds)
+                own = first if row == next(iter(ROWS)) else of(runs, regime, row, seeds)
                 cells.append(cell(own, first))
             lines.append(f"| {row} | {' | '.join(cells)} |")
         lines.append("")

@@ -153,6 +153,8 @@ class EnginelessClient(RouterClient):
         self.core_engines = [rank.to_bytes(2, "little") for rank in range(engines)]
         self.reqs_in_flight: dict[str, bytes] = {}
         self.engine_inflight: Counter[bytes] = Counter()
+        # Open streaming-input sessions; vLLM 0.33 looks here, 0.32 does not.
+        self.streaming_reqs: set[str] = set()
         self.eng_start_index = 0
         self.client_count = 1
 

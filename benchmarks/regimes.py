@@ -17,19 +17,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
 
-from benchmarks.runs import as_line, code_version, stored
+from benchmarks.runs import Figures, Runs
 from vllm_calrouter.simulation.results import mean_and_error
 
 REGIMES: dict[str, list[str]] = {
@@ -61,52 +59,21 @@ class Run(NamedTuple):
     setup: str
     seed: int
 
-    def arguments(self) -> list[str]:
+    def arguments(self) -> str:
+        """The command line of `calrouter simulate`."""
         policy, *config = SETUPS[self.setup]
-        return [
+        words = [
             *REGIMES[self.regime],
-            *("--policy", policy, "--seed", str(self.seed), "--json"),
+            *("--policy", policy, "--seed", str(self.seed)),
             *(word for pair in config for word in ("--router-config", pair)),
         ]
-
-    def key(self, code: str) -> str:
-        return " ".join([code, *self.arguments()])
+        return shlex.join(words)
 
 
-def simulate(run: Run) -> Any:
-    """Run `calrouter simulate`; raises RuntimeError with its last words."""
-    command = [sys.executable, "-m", "vllm_calrouter.cli", "simulate"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, *run.arguments()], capture_output=True, text=True, env=environ
-    )
-    if done.returncode:
-        raise RuntimeError(f"{run}: {done.stderr.strip().splitlines()[-1:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def make(runs: Sequence[Run], path: Path, workers: int) -> dict[Run, Any]:
+def make(runs: Sequence[Run], store: Runs, workers: int) -> dict[Run, Figures]:
     """All runs, those made before from the store."""
-    code = code_version()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = stored(path)
-    results = {run: before[run.key(code)] for run in runs if run.key(code) in before}
-    missing = [run for run in runs if run not in results]
-    with ThreadPoolExecutor(workers) as pool, path.open("a") as file:
-        futures = {pool.submit(simulate, run): run for run in missing}
-        try:
-            ended = tqdm(
-                as_completed(futures), total=len(missing), unit="run", file=sys.stderr
-            )
-            for future in ended:
-                run = futures[future]
-                results[run] = future.result()
-                file.write(as_line(run.key(code), results[run]))
-                file.flush()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return results
+    store.make((run.arguments() for run in runs), workers)
+    return {run: store[run.arguments()] for run in runs}
 
 
 class Cell(NamedTuple):
@@ -120,7 +87,7 @@ class Cell(NamedTuple):
 
 
 def cells(
-    results: dict[Run, Any], regimes: Sequence[str], seeds: Sequence[int]
+    results: dict[Run, Figures], regimes: Sequence[str], seeds: Sequence[int]
 ) -> dict[tuple[str, str], Cell]:
     first = next(iter(SETUPS))
     found = {}
@@ -203,7 +170,7 @@ def main() -> None:
         for seed in seeds
         for setup in SETUPS
     ]
-    found = cells(make(runs, _STORE, options.workers), regimes, seeds)
+    found = cells(make(runs, Runs(_STORE), options.workers), regimes, seeds)
     console = Console(width=None if sys.stdout.isatty() else 160)
     for table in tables(found, regimes):
         console.print(table)

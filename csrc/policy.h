@@ -41,6 +41,9 @@ class Policy {
         demand.output_tokens < 0)
       throw std::invalid_argument("a request's tokens must be at least 0, and no more "
                                   "cached than there are in the prompt");
+    if (demand.source_rank < Demand::kNowhere ||
+        demand.source_rank >= static_cast<std::int64_t>(table.engines()))
+      throw std::out_of_range("source_rank is no engine of the table");
     scores_.clear();
     return choose(table, demand);
   }

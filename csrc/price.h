@@ -22,6 +22,9 @@ struct Demand {
   double slo_ttft_s = 0.0;
   double slo_tpot_s = 0.0;
   double now_s = 0.0;
+  std::int64_t source_rank = kNowhere;  // the engine that has its KV cache
+
+  static constexpr std::int64_t kNowhere = -1;
 };
 
 enum Term : std::size_t {
@@ -73,8 +76,8 @@ struct Offer {
   double prefill_base_s = 0.0;
   double prefill_per_token_s = 0.0;
   double prefill_per_token_sq_s = 0.0;
-  double transfer_base_s = 0.0;
-  double transfer_per_token_s = 0.0;
+  double transfer_base_s[2] = {0.0, 0.0};       // on one host, between two
+  double transfer_per_token_s[2] = {0.0, 0.0};
   double step_base_s = 0.0;               // of a step of n sequences without context
   double step_per_context_token_s = 0.0;
   double context_tokens = 0.0;            // C
@@ -150,9 +153,12 @@ inline Offer offer_of(const Engine& engine, const Account& own, Serves serves,
   offer.prefill_base_s = costs.prefill_base_s;
   offer.prefill_per_token_s = costs.prefill_per_token_s;
   offer.prefill_per_token_sq_s = costs.prefill_per_token_sq_s;
-  offer.transfer_base_s = costs.transfer_base_s;
-  offer.transfer_per_token_s = number(costs.kv_bytes_per_token) /
-                               costs.transfer_bytes_per_s * (1.0 + transfers);
+  const double bytes = number(costs.kv_bytes_per_token);
+  const double sharing = 1.0 + transfers;
+  offer.transfer_base_s[0] = costs.transfer_base_s;
+  offer.transfer_per_token_s[0] = bytes / costs.transfer_bytes_per_s * sharing;
+  offer.transfer_base_s[1] = costs.far_transfer_base_s;
+  offer.transfer_per_token_s[1] = bytes / costs.far_transfer_bytes_per_s * sharing;
   offer.step_base_s = costs.decode_base_s + costs.decode_per_seq_s * batch;
   offer.step_per_context_token_s = costs.decode_per_context_token_s;
   offer.context_tokens =
@@ -210,9 +216,10 @@ inline void price_decode(const Offer& offer, const Demand& demand,
 
 /// The price of one engine's part in serving a request. `silence_s` beyond what is
 /// normal counts in full: who was not heard of for so long may stay stuck as long again.
-/// `worked_s`: how long the engine has been at what it told of.
+/// `worked_s`: how long the engine has been at what it told of. `far`: the KV cache comes
+/// from another host.
 inline Price price_of(const Offer& offer, Serves serves, const Weights& weights,
-                      const Demand& demand, double silence_s, double worked_s) {
+                      const Demand& demand, double silence_s, double worked_s, bool far) {
   Price price{};
   const double backlog_s =
       std::max(0.0, offer.told_backlog_s - worked_s) + offer.unseen_backlog_s;
@@ -224,8 +231,8 @@ inline Price price_of(const Offer& offer, Serves serves, const Weights& weights,
   }
   double before_s = 0.0;
   if (serves == Serves::Decode) {
-    before_s = offer.transfer_base_s +
-               offer.transfer_per_token_s * number(demand.prompt_tokens);
+    before_s = offer.transfer_base_s[far] +
+               offer.transfer_per_token_s[far] * number(demand.prompt_tokens);
     price[kTransfer] = before_s;
   } else {
     before_s = offer.prefill_s(number(demand.prompt_tokens - demand.cached_tokens));

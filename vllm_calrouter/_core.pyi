@@ -25,7 +25,11 @@ class Costs:
         transfer_bytes_per_s: float,
         kv_bytes_per_token: int,
         kv_capacity_tokens: int,
-    ) -> None: ...
+        far_transfer_base_s: float | None = None,
+        far_transfer_bytes_per_s: float | None = None,
+    ) -> None:
+        """Of a transfer between hosts, None: as within one."""
+
     @property
     def prefill_base_s(self) -> float: ...
     @property
@@ -46,6 +50,10 @@ class Costs:
     def kv_bytes_per_token(self) -> int: ...
     @property
     def kv_capacity_tokens(self) -> int: ...
+    @property
+    def far_transfer_base_s(self) -> float: ...
+    @property
+    def far_transfer_bytes_per_s(self) -> float: ...
 
 class Heard(TypedDict):
     """An engine's last message, in tokens, sequences and blocks."""
@@ -180,6 +188,9 @@ class Table:
         Raises ValueError when one is below 1.
         """
 
+    def set_host(self, rank: int, host: int) -> None:
+        """Engines of one number share a host; all do until this is said."""
+
     def report(self, rank: int, waiting: int, running: int, kv_usage: float) -> None:
         """Take over vLLM's counts of an engine: requests, requests, KV fraction."""
 
@@ -214,6 +225,7 @@ class Policy:
         slo_ttft_s: float = 0.0,
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
+        source_rank: int = -1,
     ) -> int:
         """A rank for a request of this size (output predicted).
 
@@ -223,10 +235,11 @@ class Policy:
                 overdue.
             slo_tpot_s: seconds between tokens; 0: no target.
             now_s: on the clock of `Table.hear`; by default no engine counts as silent.
+            source_rank: the engine that has its KV cache; -1: none, or unknown.
 
-        Raises IndexError when the pool exceeds the table, ValueError when tokens are
-        below 0 or more are cached than there are, RuntimeError when a pricing policy
-        meets an engine without costs.
+        Raises IndexError when the pool or `source_rank` exceeds the table, ValueError
+        when tokens are below 0 or more are cached than there are, RuntimeError when a
+        pricing policy meets an engine without costs.
         """
 
     def decide(
@@ -239,6 +252,7 @@ class Policy:
         slo_ttft_s: float = 0.0,
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
+        source_rank: int = -1,
     ) -> tuple[int, str, tuple[tuple[int, float], ...]]:
         """`pick`, `reason` and `scores` in one call."""
 

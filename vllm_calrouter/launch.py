@@ -258,7 +258,8 @@ def _check_telemetry_free(options: RouterOptions, launch: Launch) -> None:
     from vllm_calrouter import transport
 
     address = options.telemetry
-    if not address.startswith("tcp://"):
+    # This launch's own folder is new.
+    if address in (transport.OFF, transport.IPC):
         return
     address = transport.located(address)
     transport.check_free(address, launch.ranks)

@@ -4,27 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import order_cost
-from benchmarks.orders import REGIMES, ROWS, Runs, markdown
+from benchmarks.orders import REGIMES, markdown
+from benchmarks.runs import Runs
 
 
 def made_up(arguments: str) -> dict[str, Any]:
     good = 0.9 if "deadline" in arguments else 0.8
     spread = {"p99": 1.5, "max": 2.0}
     return {"goodput": good, "ttft_s": spread, "pause_s": {"p99": None}}
-
-
-def test_what_was_run_is_not_run_again(tmp_path: Path) -> None:
-    asked: list[str] = []
-
-    def run(arguments: str) -> dict[str, Any]:
-        asked.append(arguments)
-        return made_up(arguments)
-
-    path = tmp_path / "runs.jsonl"
-    first = markdown(Runs(path, run), (1, 2), ["chat"])
-    assert len(asked) == len(set(asked)) == 2 * len(ROWS)
-    assert markdown(Runs(path, run), (1, 2), ["chat"]) == first
-    assert len(asked) == 2 * len(ROWS)
 
 
 def test_differences_are_to_the_first_row(tmp_path: Path) -> None:

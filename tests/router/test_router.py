@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from tests.router.requests import KV, answer, prefilled, request, token
 from vllm_calrouter._core import Phase
+from vllm_calrouter.calibration import load
 from vllm_calrouter.options import RouterOptions, SloClass
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
@@ -79,6 +81,20 @@ def test_a_choice_is_made_from_the_freshest_figures() -> None:
     router.begin(request())
     router.answered(answer(prefilled("r")))
     assert asked == ["p", "p"]
+
+
+def test_decode_stays_on_the_host_of_its_prefill_where_another_is_far() -> None:
+    costs = msgspec.structs.replace(
+        load("a40-qwen2.5-3b").costs, far_transfer_bytes_per_s=1e9
+    )
+    options = RouterOptions(policy="calibrated", prefill=2)
+    router = Router(options, 6, costs=[costs] * 6)
+    hosts = ["one", "other", "other", "one", "other", "one"]
+    router.placer.place_on(hosts)
+    for name in "abcdefgh":
+        first = router.begin(request(name, prompt=1000))
+        (second,) = router.answered(answer(prefilled(name)))
+        assert hosts[first.data_parallel_rank] == hosts[second.data_parallel_rank]
 
 
 def test_a_client_that_leaves_during_prefill_frees_the_cache_at_once() -> None:

@@ -163,6 +163,7 @@ class Placer:
         slo_ttft_s: float = 0.0,
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
+        source_rank: int | None = None,
     ) -> Choice:
         """Choose an engine; books nothing.
 
@@ -175,6 +176,7 @@ class Placer:
                 overdue.
             slo_tpot_s: seconds between tokens; 0: no target.
             now_s: on the clock by which `table` hears messages.
+            source_rank: the engine that has the request's KV cache.
         """
         began = self._clock()
         if self.refresh is not None:
@@ -188,10 +190,18 @@ class Placer:
             slo_ttft_s=slo_ttft_s,
             slo_tpot_s=slo_tpot_s,
             now_s=now_s,
+            source_rank=-1 if source_rank is None else source_rank,
         )
         seconds = self._clock() - began
         terms = policy.terms() if self._explain else None
         return Choice(phase, rank, policy.name, reason, scores, seconds, terms or None)
+
+    def place_on(self, hosts: Sequence[str]) -> None:
+        """Say on which host each engine runs, by rank: a KV cache that moves between
+        two is priced as far."""
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        for rank, host in enumerate(hosts):
+            self.table.set_host(rank, numbers[host])
 
     def report(self, counts: Sequence[Sequence[float]]) -> None:
         """Take over what engines said of themselves: waiting, running, KV usage."""

@@ -113,6 +113,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         self.introductions = introduction.read(told)
         options = self._router.options
         introduction.check(self.introductions, options, _router_keys(options))
+        self._router.placer.place_on([engine.host for engine in self.introductions])
         clocks = Clocks(
             [engine.clock for engine in self.introductions], introduction.clock_name()
         )

@@ -297,10 +297,12 @@ class Router:
         *,
         slo_s: tuple[float | None, float | None],
         given: tuple[str, int] | None = None,
+        source_rank: int | None = None,
     ) -> Choice:
         """Ask the policy, or take the rank that `given` (by whom, rank) names.
 
-        `slo_s`: targets in seconds, from now to the first token and between tokens.
+        `slo_s`: targets in seconds, from now to the first token and between tokens;
+        `source_rank`: the engine that has the KV cache.
         """
         if given is None:
             choice = self.placer.choose(
@@ -310,6 +312,7 @@ class Router:
                 slo_ttft_s=slo_s[0] or 0.0,
                 slo_tpot_s=slo_s[1] or 0.0,
                 now_s=self._clock(),
+                source_rank=source_rank,
             )
         else:
             choice = Choice(phase, given[1], given[0], "given", (), 0.0)
@@ -484,6 +487,7 @@ class Router:
             predicted,
             slo_s=slo_s,
             given=journey.given_decode,
+            source_rank=journey.choices[0].rank if journey.unread_kv else None,
         )
         journey.choices.append(choice)
         journey.predict(self._clock())
