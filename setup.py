@@ -51,12 +51,11 @@ setup(
         "msgspec>=0.19",
         "pyzmq>=26",
         "prometheus-client>=0.20",
-        "click>=8.1",
-        "rich>=13",
         "tqdm>=4.66",
         "numpy",
         "httpx>=0.27",
     ],
+    extras_require={"plot": ["matplotlib>=3.8"]},
     entry_points={
         "vllm.general_plugins": ["calrouter = vllm_calrouter.plugin:register"],
         "console_scripts": ["calrouter = vllm_calrouter.cli:main"],

@@ -50,6 +50,10 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
         (["--url", "nonsense", "-o", path], "nonsense"),
         (["--url", "http://x", "-o", "/nosuch/p.json"], "no such folder"),
         (["--url", "http://x", "-o", path, "--profile", "nosuch"], "nosuch"),
+        (
+            ["--url", "http://x", "-o", path, "--plot", "/nosuch/p.png"],
+            "no such folder",
+        ),
     ):
         result = run(*arguments)
         assert result.exit_code == 2, result.output
@@ -64,4 +68,12 @@ def test_a_plot_needs_what_draws_it(
     path = str(tmp_path / "p.json")
     result = run("--url", "http://x", "-o", path, "--plot", str(tmp_path / "p.png"))
     assert result.exit_code == 2
-    assert "pip install matplotlib" in result.stderr
+    assert "pip install 'vllm-calrouter[plot]'" in result.stderr
+
+
+def test_curves_are_drawn_beside_the_points(server: FakeServer, tmp_path: Path) -> None:
+    plot = tmp_path / "profile.png"
+    path = str(tmp_path / "p.json")
+    result = run("--url", "http://server", "-o", path, "--plot", str(plot))
+    assert result.exit_code == 0, result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")

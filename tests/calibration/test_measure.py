@@ -44,6 +44,9 @@ class FakeServer(httpx.MockTransport):
         self.transfers: list[deque[Transfer]] = [
             deque(maxlen=MOST_TIMINGS) for _ in costs
         ]
+        self.hosts = ["here"] * len(costs)
+        self.workers = 1
+        self.turn = 0
         self.draw = random.Random(0)
         self.key: str | None = None
         self.hears = True
@@ -60,6 +63,8 @@ class FakeServer(httpx.MockTransport):
             return httpx.Response(200, json={"data": [model]})
         if path == "/version":
             return httpx.Response(200, json={"version": "0.32.0"})
+        if path == "/router/decisions":
+            return httpx.Response(200, json=[{"prefill_rank": 0}])
         assert path == "/v1/completions"
         if self.completions != 200:
             return httpx.Response(self.completions, text="no\nmore")
@@ -81,15 +86,20 @@ class FakeServer(httpx.MockTransport):
         self.open[rank] -= 1
 
     async def split(self, tokens: int) -> None:
-        rank = self.roles.index("decode")
+        self.turn += 1
+        readers = [rank for rank, role in enumerate(self.roles) if role == "decode"]
+        rank = readers[self.turn % len(readers)]
         size = -(-tokens // 16) * 16 * BYTES_PER_TOKEN
-        self.transfers[rank].append(Transfer(0.002 + size / 1e9, size))
-        self.moved[rank] += 1
+        slower = 1 if self.hosts[rank] == self.hosts[0] else 5
+        for _ in range(self.workers):
+            seconds = slower * (0.002 + size / 1e9)
+            self.transfers[rank].append(Transfer(seconds, size // self.workers))
+            self.moved[rank] += 1
 
     def step(self, rank: int, tokens: int, seqs: int, context: int) -> None:
         costs = self.costs[rank]
         seconds = costs.step_s(tokens, tokens**2, seqs, context)
-        seconds *= self.draw.gauss(1.0, 0.003)
+        seconds *= self.draw.gauss(1.0, 0.001)
         self.recent[rank].append(StepTiming(tokens, seqs, context, seconds, tokens**2))
         self.steps[rank] += 1
 
@@ -98,9 +108,10 @@ class FakeServer(httpx.MockTransport):
             "model": "M",
             "dtype": "float32",
             "kv_dtype": "float32",
-            "tensor_parallel": 1,
+            "tensor_parallel": self.workers,
             "gpu": "none",
         }
+        hosts = [{"rank": rank, "host": host} for rank, host in enumerate(self.hosts)]
         heard = [
             {
                 "rank": rank,
@@ -120,7 +131,7 @@ class FakeServer(httpx.MockTransport):
             for rank, role in enumerate(self.roles)
         ]
         engines = [{"rank": rank} for rank in range(len(self.roles))]
-        return {"served": served, "heard": heard, "engines": engines}
+        return {"served": served, "hosts": hosts, "heard": heard, "engines": engines}
 
 
 async def measured(server: FakeServer, **more: Any) -> Measured:
@@ -158,6 +169,18 @@ async def test_split_engines_are_asked_for_what_they_do_and_for_transfers() -> N
     assert profile.costs.transfer_bytes_per_s == pytest.approx(1e9, rel=0.01)
     assert profile.costs.kv_bytes_per_token == BYTES_PER_TOKEN
     assert not profile.notes
+
+
+async def test_transfers_from_another_host_have_constants_of_their_own() -> None:
+    server = FakeServer([A40] * 3, ["prefill", "decode", "decode"])
+    server.hosts = ["here", "here", "there"]
+    server.workers = 2
+    profile = make_profile(await measured(server, most_s=0.1), A40)
+    costs = profile.costs
+    assert costs.kv_bytes_per_token == BYTES_PER_TOKEN
+    assert costs.transfer_base_s == pytest.approx(0.002, rel=0.01)
+    assert costs.far_transfer_base_s == pytest.approx(0.01, rel=0.01)
+    assert costs.far_transfer_bytes_per_s == pytest.approx(2e8, rel=0.01)
 
 
 async def test_it_stops_in_time_and_says_what_is_open() -> None:

@@ -92,7 +92,8 @@ class _Wrong(click.ClickException):
 @click.option(
     "--plot",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Draw measured against predicted steps here (PNG; needs matplotlib).",
+    help="Draw the fitted curves and what was measured here (PNG; needs the extra: "
+    "pip install 'vllm-calrouter[plot]').",
 )
 @click.option("--json", "as_json", is_flag=True, help="Report as JSON.")
 def calibrate(
@@ -105,9 +106,12 @@ def calibrate(
     as_json: bool,
 ) -> None:
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise _Wrong("--plot needs matplotlib: pip install matplotlib, or drop it")
-    if not output.absolute().parent.is_dir():
-        raise _Wrong(f"-o {output}: there is no such folder")
+        raise _Wrong(
+            "--plot needs matplotlib: pip install 'vllm-calrouter[plot]', or drop it"
+        )
+    for option, path in (("-o", output), ("--plot", plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise _Wrong(f"{option} {path}: there is no such folder")
     try:
         prior = load(profile).costs
         measured = asyncio.run(measure(url, prior, api_key, most_seconds))
@@ -118,7 +122,10 @@ def calibrate(
     if plot is not None:
         from vllm_calrouter.calibration.plot import draw
 
-        draw(measured, plot)
+        try:
+            draw(measured, plot)
+        except OSError as error:
+            raise _Wrong(f"--plot {plot} cannot be written: {error}") from None
     if as_json:
         click.echo(json.dumps(report(measured, found)))
         return
@@ -224,7 +231,11 @@ def report(measured: Measured, profile: Profile) -> dict[str, Any]:
         "measure_s": measured.seconds,
         "rounds": measured.rounds,
         "complete": measured.complete,
-        "constants": msgspec.to_builtins(profile.costs),
+        "constants": {
+            name: value
+            for name, value in msgspec.to_builtins(profile.costs).items()
+            if value is not None
+        },
         "standard_errors": profile.standard_errors,
         "not_measured": sorted(profile.notes),
         "slo": msgspec.to_builtins(profile.slo),

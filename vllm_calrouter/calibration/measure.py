@@ -12,6 +12,7 @@ import asyncio
 import math
 import random
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -169,6 +170,8 @@ class Measurement:
         self._random = random.Random(seed)
         self._model = ""
         self._longest = 0
+        self._workers = 1
+        self._hosts: dict[int, str] = {}
         self._engines: list[Engine] = []
 
     async def __aenter__(self) -> Measurement:
@@ -243,6 +246,8 @@ class Measurement:
             )
             engine.hear(row)
             self._engines.append(engine)
+        self._hosts = {row["rank"]: row["host"] for row in state["hosts"]}
+        self._workers = state["served"]["tensor_parallel"]
         models = await self._get("/v1/models")
         self._model = models["data"][0]["id"]
         self._longest = int(models["data"][0]["max_model_len"])
@@ -293,18 +298,45 @@ class Measurement:
         if not readers:
             return {}
         block = readers[0].block_tokens
-        per_token = []
+        moved: dict[bool, list[Transfer]] = {False: [], True: []}
+        sizes = []
         for tokens in self._ladder(0) * _TRANSFERS:
             if tokens + 2 > self._longest:
                 continue
-            before = sum(len(e.transfers) for e in readers)
-            await self._ask(None, self._prompt(tokens), 2)
+            before = {e.rank: len(e.transfers) for e in readers}
+            name = uuid.uuid4().hex
+            await self._ask(None, self._prompt(tokens), 2, name)
             await asyncio.sleep(4 * self._poll_s)
-            moved = [t for e in readers for t in e.transfers]
-            if len(moved) == before + 1:
-                newest = max(readers, key=lambda e: len(e.transfers)).transfers[-1]
-                per_token.append((newest.size_bytes, -(-tokens // block) * block))
-        return fit_transfers([t for e in readers for t in e.transfers], per_token)
+            by = [e for e in readers if len(e.transfers) > before[e.rank]]
+            if len(by) != 1:
+                # There was traffic of others.
+                continue
+            whole = self._whole(by[0].transfers[before[by[0].rank] :])
+            far = await self._is_far(name, by[0].rank)
+            if whole is not None and far is not None:
+                moved[far].append(whole)
+                sizes.append((whole.size_bytes, -(-tokens // block) * block))
+        found = fit_transfers(moved[False], sizes)
+        far_ones = fit_transfers(moved[True], [])
+        return found | {f"far_{name}": value for name, value in far_ones.items()}
+
+    def _whole(self, parts: Sequence[Transfer]) -> Transfer | None:
+        """One transfer of the parts that an engine's workers moved at the same time."""
+        if len(parts) != self._workers:
+            return None
+        return Transfer(
+            max(part.seconds for part in parts), sum(part.size_bytes for part in parts)
+        )
+
+    async def _is_far(self, name: str, reader: int) -> bool | None:
+        """Whether this request's KV cache came from another host; None: unknown."""
+        if len(set(self._hosts.values())) < 2:
+            return False
+        # Of several API servers another one may answer, which does not know.
+        known = await self._get(f"/router/decisions?request_id=cmpl-{name}")
+        if not known:
+            return None
+        return self._hosts[known[0]["prefill_rank"]] != self._hosts[reader]
 
     def _fit(self, engine: Engine) -> Fit:
         try:
@@ -314,7 +346,9 @@ class Measurement:
                 f"engine {engine.rank} told of no step: does the server's router run?"
             ) from None
 
-    async def _ask(self, rank: int | None, prompt: list[int], tokens: int) -> None:
+    async def _ask(
+        self, rank: int | None, prompt: list[int], tokens: int, name: str | None = None
+    ) -> None:
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -324,6 +358,8 @@ class Measurement:
             "temperature": 0,
         }
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        if name is not None:
+            headers["X-Request-Id"] = name
         try:
             answer = await self._http.post(
                 "/v1/completions", json=body, headers=headers
@@ -346,9 +382,12 @@ class Measurement:
             await asyncio.sleep(self._poll_s)
 
     async def _state(self, *, engines: bool) -> dict[str, Any]:
-        return await self._get(f"/router/state?engines={str(engines).lower()}")
+        state: dict[str, Any] = await self._get(
+            f"/router/state?engines={str(engines).lower()}"
+        )
+        return state
 
-    async def _get(self, path: str) -> dict[str, Any]:
+    async def _get(self, path: str) -> Any:
         try:
             answer = await self._http.get(path)
         except httpx.HTTPError as error:
@@ -363,10 +402,9 @@ class Measurement:
                 "serve with --router-plugin calrouter?"
             )
         try:
-            found: dict[str, Any] = answer.json()
+            return answer.json()
         except ValueError:
             raise MeasureError(f"{self._url}{path} does not answer in JSON") from None
-        return found
 
 
 def fit_transfers(
