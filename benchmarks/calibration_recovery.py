@@ -293,6 +293,8 @@ def _show(found: Found, result: Mapping[str, Any]) -> None:
             end_section=True,
         )
     console = Console()
+    # Names are not cut off where the output is no terminal.
+    console.width = max(console.width, 110)
     console.print(table)
     told = sum(len(engine.steps) for engine in found.measured.engines)
     console.print(

@@ -73,7 +73,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: str = "vllm"
     profile: str | None = None
-    calibration: bool = False
+    calibration: bool | None = None
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
@@ -107,6 +107,13 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         orders = {self.order, self.decode_order}
         return self.policy in PRICING_POLICIES or orders != {FCFS}
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether constants fitted to the engines' steps are put into use."""
+        if self.calibration is None:
+            return self.policy == "calibrated"
+        return self.calibration
+
     def role_limits(self, *, prefill: bool) -> dict[str, int]:
         """Scheduler limits written for one role, by vLLM's name for each."""
         role = "prefill" if prefill else "decode"
@@ -127,7 +134,8 @@ HELP = {
     "engines; the name of a shipped profile or a file. Without it an A40's figures "
     "stand in.",
     "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
-    "that engines report, beginning with the profile. Off: only tell when it is wrong.",
+    "that engines report, beginning with the profile. Off: only tell when it is wrong. "
+    "On by default for calibrated, where engines report.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "
@@ -248,7 +256,8 @@ def to_config(options: RouterOptions) -> dict[str, Any]:
 def _switches(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same with on and off read as true and false, where those are asked for."""
     read = {"on": True, "off": False}
-    switches = [field.name for field in fields(RouterOptions) if field.type is bool]
+    types = (bool, bool | None)
+    switches = [field.name for field in fields(RouterOptions) if field.type in types]
     return {
         key: read.get(value, value)
         if key in switches and isinstance(value, str)

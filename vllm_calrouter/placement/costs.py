@@ -48,9 +48,14 @@ def foreign_profile(options: RouterOptions, served: Mapping[str, Any]) -> str:
         if options.profile
         else f"no profile was written, and {STAND_IN} stands in, which was"
     )
+    then = (
+        "what steps cost is fitted as they come, but not transfers"
+        if options.calibrates
+        else "placements are mispriced"
+    )
     return (
-        f"{whose} measured on something else ({differences}): measure these engines "
-        "with calrouter calibrate, and write --router-config.profile FILE"
+        f"{whose} measured on something else ({differences}): {then}; measure these "
+        "engines with calrouter calibrate, and write --router-config.profile FILE"
     )
 
 
