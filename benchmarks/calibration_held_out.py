@@ -62,8 +62,9 @@ async def held_out(
     prior = load(STAND_IN).costs
     fitted: dict[int, list[StepTiming]] = {}
     held: dict[int, list[StepTiming]] = {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(
-        base_url=url, timeout=600, headers=_headers(key)
+        base_url=url, timeout=600, headers=_headers(key), limits=limits
     ) as http:
         for turn in tqdm(range(turns), "turns", disable=not sys.stderr.isatty()):
             async with Measurement(url, prior, key=key, most_s=turn_s) as measurement:

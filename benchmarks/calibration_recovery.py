@@ -84,6 +84,7 @@ _RATE = 10.0
 _OUTPUT_TOKENS = 150
 _KV_CACHE_BYTES = 64 << 20
 _POLL_S = 0.05
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 _LATE = "does not keep up"
 
 
@@ -183,7 +184,7 @@ async def after_traffic(
     """
     poll_s = _POLL_S * slow_down
     async with (
-        httpx.AsyncClient(base_url=url, timeout=600) as http,
+        httpx.AsyncClient(base_url=url, timeout=600, limits=_LIMITS) as http,
         Measurement(url, load(PROFILE).costs, poll_s=poll_s) as watcher,
     ):
         asked: list[asyncio.Task[None]] = []

@@ -83,7 +83,7 @@ def off_by(fit: OnlineFit, kinds: str) -> float:
 
 @pytest.mark.parametrize("how", ["seconds", "slow", "odd", "fast"])
 @pytest.mark.parametrize("count", [8, 12, 24])
-@pytest.mark.parametrize("heard", [10, 50, 300])
+@pytest.mark.parametrize("heard", [10, 300])
 @pytest.mark.parametrize("kinds", ["d", "dddp"])
 def test_a_burst_of_absurd_steps_is_survived(
     how: str, count: int, heard: int, kinds: str
@@ -113,8 +113,9 @@ def test_an_engine_that_is_again_what_it_was_is_known_at_once() -> None:
     for step in absurd(2, 16, "d", "odd"):
         fit.observe(step)
     assert fit.costs.decode_base_s > 10 * A40.decode_base_s
-    for step in traffic(A40, 16, seed=3, kinds="d", noise=0.005):
+    for step in traffic(A40, 12, seed=3, kinds="d", noise=0.005):
         fit.observe(step)
+    assert fit.settled
     assert fit.costs.prefill_per_token_s == pytest.approx(
         before.prefill_per_token_s, rel=0.01
     )

@@ -59,6 +59,10 @@ _TRANSFERS = 3
 
 _TIMEOUT_S = 600.0
 
+#: Of several API servers only the one that placed a request knows of it, and any may
+#: answer: how often it is asked.
+_MOST_ASKED = 30
+
 #: Token ids that every vocabulary has, and that are plain text in most.
 _IDS = (40, 240)
 
@@ -159,7 +163,8 @@ class Measurement:
             base_url=url,
             headers=headers,
             timeout=_TIMEOUT_S,
-            limits=httpx.Limits(max_connections=None),
+            # A server closes idle connections, and may do so as one is used again.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             transport=transport,
         )
         self._url = url
@@ -332,11 +337,11 @@ class Measurement:
         """Whether this request's KV cache came from another host; None: unknown."""
         if len(set(self._hosts.values())) < 2:
             return False
-        # Of several API servers another one may answer, which does not know.
-        known = await self._get(f"/router/decisions?request_id=cmpl-{name}")
-        if not known:
-            return None
-        return self._hosts[known[0]["prefill_rank"]] != self._hosts[reader]
+        for _ in range(_MOST_ASKED):
+            known = await self._get(f"/router/decisions?request_id=cmpl-{name}")
+            if known:
+                return self._hosts[known[0]["prefill_rank"]] != self._hosts[reader]
+        return None
 
     def _fit(self, engine: Engine) -> Fit:
         try:

@@ -181,9 +181,9 @@ class OnlineFit:
         if not self._begun:
             return False
         return all(
-            self._error_of(kind) <= GOOD_ENOUGH
+            self._error_of(kind.steps) <= GOOD_ENOUGH
             for kind in (self._prefill, self._decode)
-            if kind.fits
+            if kind.fits and kind.steps
         )
 
     @property
@@ -292,6 +292,7 @@ class OnlineFit:
             before = self._now()
         elif before is not None and _explains(before, odd):
             self._go_back(before)
+            kind.steps.extend(odd)
             return
         # What these steps say nothing of keeps its proportion to the rest.
         fit = fit_steps(odd, before.costs if before else self._prior)
@@ -321,9 +322,9 @@ class OnlineFit:
         self._prefill.begin(fits=before.fits[0])
         self._decode.begin(fits=before.fits[1])
 
-    def _error_of(self, kind: _Kind) -> float:
-        """Standard error of the prediction of a kind's last steps, relative."""
-        work, _ = as_arrays(list(kind.steps))
+    def _error_of(self, steps: Iterable[StepTiming]) -> float:
+        """Standard error of the prediction of these steps, relative, in the median."""
+        work, _ = as_arrays(list(steps))
         rows = regressors(work, self._estimate)
         rows, _ = shares(rows, 0.0, self._estimate, self._scale)
         variances = np.sum(rows * np.linalg.solve(self._information, rows.T).T, axis=1)
