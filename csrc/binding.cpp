@@ -201,19 +201,61 @@ void bind_table(py::module_& m) {
   bind_ledger(table);
 }
 
+/// Token ids of a list, into a vector that is used again.
+void read_ids(const py::list& prompt, std::vector<std::int64_t>& ids) {
+  ids.clear();
+  ids.reserve(prompt.size());
+  for (const py::handle& id : prompt) {
+    ids.push_back(PyLong_AsLongLong(id.ptr()));
+    if (ids.back() == -1 && PyErr_Occurred()) throw py::error_already_set();
+  }
+}
+
+void bind_prefixes(py::module_& m) {
+  py::class_<Prefixes>(m, "Prefixes")
+      .def(py::init<std::size_t>(), py::arg("engines"))
+      .def(
+          "look",
+          [ids = std::vector<std::int64_t>()](Prefixes& p, const Table& table,
+                                              std::int64_t salt,
+                                              const py::list& prompt) mutable {
+            read_ids(prompt, ids);
+            p.look(table, static_cast<std::uint64_t>(salt), ids);
+          },
+          py::arg("table"), py::arg("salt"), py::arg("prompt"))
+      .def(
+          "keep",
+          [](Prefixes& p, const Table& table, std::int64_t rank) {
+            p.keep(table, rank, kv_capacity_tokens(table.engine(rank)));
+          },
+          py::arg("table"), py::arg("rank"))
+      .def(
+          "cached_tokens",
+          [](const Prefixes& p, std::size_t rank) {
+            if (rank >= p.engines()) throw py::index_error("no such engine");
+            return p.cached_tokens(rank);
+          },
+          py::arg("rank"))
+      .def("chunks", &Prefixes::chunks, py::arg("rank"))
+      .def("clear", &Prefixes::clear)
+      .def_property_readonly("engines", &Prefixes::engines);
+  m.attr("PREFIX_CHUNK_TOKENS") = Prefixes::kChunkTokens;
+}
+
 void bind_policy(py::module_& m) {
   const auto pick = [](Policy& p, Table& table, std::int64_t prompt, std::int64_t output,
                        std::int64_t cached, double slo_ttft_s, double slo_tpot_s,
-                       double now_s, std::int64_t source_rank) {
+                       double now_s, std::int64_t source_rank,
+                       const Prefixes* prefixes) {
     return p.pick(table, Demand{prompt, output, cached, slo_ttft_s, slo_tpot_s, now_s,
-                                source_rank});
+                                source_rank, prefixes});
   };
   const auto decide = [pick](Policy& p, Table& table, std::int64_t prompt,
                              std::int64_t output, std::int64_t cached,
                              double slo_ttft_s, double slo_tpot_s, double now_s,
-                             std::int64_t source_rank) {
+                             std::int64_t source_rank, const Prefixes* prefixes) {
     const std::size_t rank = pick(p, table, prompt, output, cached, slo_ttft_s,
-                                  slo_tpot_s, now_s, source_rank);
+                                  slo_tpot_s, now_s, source_rank, prefixes);
     return py::make_tuple(rank, p.reason(), scores_of(p));
   };
   py::class_<Policy>(m, "Policy")
@@ -223,11 +265,13 @@ void bind_policy(py::module_& m) {
       .def("pick", pick, py::arg("table"), py::arg("prompt_tokens"),
            py::arg("output_tokens"), py::kw_only(), py::arg("cached_tokens") = 0,
            py::arg("slo_ttft_s") = 0.0, py::arg("slo_tpot_s") = 0.0,
-           py::arg("now_s") = 0.0, py::arg("source_rank") = Demand::kNowhere)
+           py::arg("now_s") = 0.0, py::arg("source_rank") = Demand::kNowhere,
+           py::arg("prefixes") = py::none())
       .def("decide", decide, py::arg("table"), py::arg("prompt_tokens"),
            py::arg("output_tokens"), py::kw_only(), py::arg("cached_tokens") = 0,
            py::arg("slo_ttft_s") = 0.0, py::arg("slo_tpot_s") = 0.0,
-           py::arg("now_s") = 0.0, py::arg("source_rank") = Demand::kNowhere)
+           py::arg("now_s") = 0.0, py::arg("source_rank") = Demand::kNowhere,
+           py::arg("prefixes") = py::none())
       .def("scores", &scores_of)
       .def("terms", &terms_of)
       .def("reason", &Policy::reason);
@@ -300,6 +344,7 @@ PYBIND11_MODULE(_core, m) {
       .finalize();
   bind_costs(m);
   bind_table(m);
+  bind_prefixes(m);
   bind_policy(m);
   bind_replay(m);
   m.attr("POLICIES") = names_of(kPolicyNames);

@@ -44,6 +44,8 @@ class Policy {
     if (demand.source_rank < Demand::kNowhere ||
         demand.source_rank >= static_cast<std::int64_t>(table.engines()))
       throw std::out_of_range("source_rank is no engine of the table");
+    if (demand.prefixes && demand.prefixes->engines() != table.engines())
+      throw std::invalid_argument("the prefixes are of other engines");
     scores_.clear();
     return choose(table, demand);
   }

@@ -206,6 +206,32 @@ class Table:
     def is_idle(self) -> bool:
         """No booking is open and every counter is exactly zero."""
 
+class Prefixes:
+    """What engines' prefix caches are likely to hold, by the prompts sent there.
+
+    Prompts are told apart by chunks of `PREFIX_CHUNK_TOKENS`. Of an engine the least
+    recently used are forgotten where they exceed its KV cache, and all when it tells of
+    another incarnation. Methods raise ValueError for a table of other engines.
+    """
+
+    def __init__(self, engines: int) -> None: ...
+    @property
+    def engines(self) -> int: ...
+    def look(self, table: Table, salt: int, prompt: list[int]) -> None:
+        """Look a prompt up; `salt` stands for all else by which caches tell apart."""
+
+    def cached_tokens(self, rank: int) -> int:
+        """Of the prompt looked up last, tokens that an engine need not compute."""
+
+    def keep(self, table: Table, rank: int) -> None:
+        """The prompt looked up last goes to this engine."""
+
+    def chunks(self, rank: int) -> int:
+        """Chunks remembered of an engine."""
+
+    def clear(self) -> None:
+        """Forget all."""
+
 class Policy:
     """Picks one of the ranks [begin, end); made by `make_policy`."""
 
@@ -226,6 +252,7 @@ class Policy:
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
         source_rank: int = -1,
+        prefixes: Prefixes | None = None,
     ) -> int:
         """A rank for a request of this size (output predicted).
 
@@ -236,10 +263,12 @@ class Policy:
             slo_tpot_s: seconds between tokens; 0: no target.
             now_s: on the clock of `Table.hear`; by default no engine counts as silent.
             source_rank: the engine that has its KV cache; -1: none, or unknown.
+            prefixes: has looked the prompt up; says instead of `cached_tokens` how much
+                of it each engine has.
 
         Raises IndexError when the pool or `source_rank` exceeds the table, ValueError
-        when tokens are below 0 or more are cached than there are, RuntimeError when a
-        pricing policy meets an engine without costs.
+        when tokens are below 0, more are cached than there are or `prefixes` are of
+        other engines, RuntimeError when a pricing policy meets an engine without costs.
         """
 
     def decide(
@@ -253,6 +282,7 @@ class Policy:
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
         source_rank: int = -1,
+        prefixes: Prefixes | None = None,
     ) -> tuple[int, str, tuple[tuple[int, float], ...]]:
         """`pick`, `reason` and `scores` in one call."""
 
@@ -320,5 +350,6 @@ def replay(
     Returns the picked pairs, and the seconds each pair of picks took.
     """
 
+PREFIX_CHUNK_TOKENS: int
 POLICIES: tuple[str, ...]
 TERMS: tuple[str, ...]

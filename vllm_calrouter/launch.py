@@ -37,6 +37,7 @@ _POLICY_KEYS = {
     "long_share": ("length_threshold",),
     "seed": ("power_of_two",),
     "calibration": opt.PRICING_POLICIES,
+    "prefix_aware": opt.PRICING_POLICIES,
 }
 
 #: Keys that mean something only where prefill has engines of its own.

@@ -74,6 +74,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str = "vllm"
     profile: str | None = None
     calibration: bool | None = None
+    prefix_aware: bool = True
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
@@ -136,6 +137,8 @@ HELP = {
     "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
     "that engines report, beginning with the profile. Off: only tell when it is wrong. "
     "On by default for calibrated, where engines report.",
+    "prefix_aware": "calibrated, paper: on or off: expect an engine to have cached the "
+    "prompts that this router sent there, and price only what it has to compute.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "

@@ -58,6 +58,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             count=self.client_count,
             first_token=first_token_rules(vllm_config, options),
             limits=_limits(vllm_config, options, len(self.core_engines)),
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             journal=Journal(options.journal) if options.journal else None,
         )
         self.introductions: list[Introduction] = []
@@ -207,6 +208,11 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             if self._mending is not None:
                 self._mending.cancel()
             self.router.close()
+
+    async def reset_prefix_cache_async(self, *args: Any, **kwargs: Any) -> bool:
+        self._router.placer.forget_prefixes()
+        emptied: bool = await super().reset_prefix_cache_async(*args, **kwargs)
+        return emptied
 
     async def engine_states(self) -> list[dict[str, Any]]:
         """What every engine holds right now (`engine/scheduler.py`).

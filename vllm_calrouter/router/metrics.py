@@ -120,6 +120,12 @@ class RouterMetrics:
             _RATIO_BUCKETS,
             "source",
         )
+        self._cached_tokens = counter(
+            "cached_prompt_tokens",
+            "Prompt tokens in prefix caches where the prompts went: expected by the "
+            "router, and found by the engine.",
+            "by",
+        )
         self._ttft_ratio = histogram(
             "ttft_ratio", "Predicted / actual TTFT.", _RATIO_BUCKETS
         )
@@ -153,6 +159,11 @@ class RouterMetrics:
     def output_predicted(self, source: str, predicted: int, actual: int) -> None:
         """How far off a predicted output length was; `actual` is at least 1."""
         self._output_ratio.labels(source).observe(predicted / actual)
+
+    def prompt_cached(self, expected_tokens: int, found_tokens: int) -> None:
+        """How much of a prompt was expected in a prefix cache, and how much was."""
+        self._cached_tokens.labels("router").inc(expected_tokens)
+        self._cached_tokens.labels("engine").inc(found_tokens)
 
     def ttft_predicted(self, predicted_s: float, actual_s: float) -> None:
         """How far off a predicted TTFT was; `actual_s` is above 0."""

@@ -25,7 +25,7 @@ from vllm.v1.engine import (
 
 from vllm_calrouter._core import Phase
 from vllm_calrouter.options import FCFS, RouterOptions
-from vllm_calrouter.placement import Choice, Limits, Placer, Pools
+from vllm_calrouter.placement import Choice, Limits, Placer, Pools, Prompt
 from vllm_calrouter.predictors import Features, make_predictor
 from vllm_calrouter.records import belongs_to
 from vllm_calrouter.router import legs
@@ -76,6 +76,7 @@ class Router:
         index, count: which of how many API servers this is.
         first_token: when a prefill engine's token is sent to the client at once.
         costs, limits: of each engine, by rank (`Placer`).
+        prefix_caching: whether the engines cache prompts.
         metrics, journal: where decisions are told; the journal may be None.
         clock: seconds; only differences count.
     """
@@ -90,6 +91,7 @@ class Router:
         first_token: FirstToken | None = None,
         costs: Sequence[EngineCosts] | None = None,
         limits: Sequence[Limits] | None = None,
+        prefix_caching: bool = True,
         metrics: RouterMetrics | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -103,6 +105,7 @@ class Router:
             count=count,
             costs=costs,
             limits=limits,
+            prefix_caching=prefix_caching,
             explain=journal is not None or engines <= _ALWAYS_EXPLAINED,
         )
         self.index = index
@@ -172,6 +175,7 @@ class Router:
             Phase.PREFILL,
             tokens,
             predicted,
+            prompt=_prompt(request),
             slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=("warm_up", pair[0]) if pair else None,
         )
@@ -230,6 +234,7 @@ class Router:
             phase,
             tokens,
             predicted,
+            prompt=_prompt(request),
             slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=given,
         )
@@ -292,23 +297,25 @@ class Router:
     def _choose(
         self,
         phase: Phase,
-        prompt: int,
-        output: int,
+        prompt_tokens: int,
+        output_tokens: int,
         *,
         slo_s: tuple[float | None, float | None],
         given: tuple[str, int] | None = None,
+        prompt: Prompt | None = None,
         source_rank: int | None = None,
     ) -> Choice:
         """Ask the policy, or take the rank that `given` (by whom, rank) names.
 
-        `slo_s`: targets in seconds, from now to the first token and between tokens;
-        `source_rank`: the engine that has the KV cache.
+        `prompt`: to be computed there; `slo_s`: targets in seconds, from now to the
+        first token and between tokens; `source_rank`: the engine that has the KV cache.
         """
         if given is None:
             choice = self.placer.choose(
                 phase,
-                prompt,
-                output,
+                prompt_tokens,
+                output_tokens,
+                prompt=prompt,
                 slo_ttft_s=slo_s[0] or 0.0,
                 slo_tpot_s=slo_s[1] or 0.0,
                 now_s=self._clock(),
@@ -324,7 +331,12 @@ class Router:
     def _book(self, choice: Choice, prompt: int, output: int) -> int:
         table = self.placer.table
         booking = table.book(
-            choice.rank, choice.phase, prompt, output, now_s=self._clock()
+            choice.rank,
+            choice.phase,
+            prompt,
+            output,
+            cached_tokens=choice.cached_tokens,
+            now_s=self._clock(),
         )
         self._tell_load(choice)
         return booking
@@ -383,6 +395,8 @@ class Router:
             journey.unread_kv = None
         if journey.first_token_s is None:
             journey.first_token_s = self._clock()
+            if journey.stage is Stage.WHOLE:
+                self._note_cached(journey, output)
         elif journey.sent_early:
             self._continue_early(journey, output)
         if output.prefill_stats is not None and journey.prefill_stats is not None:
@@ -409,6 +423,7 @@ class Router:
         del self._prefilling[journey.leg_id]
         journey.prefill_s = self._clock()
         journey.prefill_stats = output.prefill_stats
+        self._note_cached(journey, output)
         journey.unread_kv = output.kv_transfer_params
         if journey.aborted:
             self._free_unread(journey, to_send)
@@ -423,6 +438,16 @@ class Router:
             to_send.append(self._begin_decode(journey))
             return None
         return self._send_early(journey, output, to_send)
+
+    def _note_cached(self, journey: Journey, output: EngineCoreOutput) -> None:
+        """How much of the prompt the engine had, and how much it was expected to."""
+        stats = output.prefill_stats
+        if stats is None:
+            return
+        journey.cached_tokens = stats.num_local_cached_tokens
+        if self.metrics and journey.done is None:
+            expected = journey.choices[0].cached_tokens
+            self.metrics.prompt_cached(expected, journey.cached_tokens)
 
     def _tell_bypass(self, journey: Journey) -> None:
         cause = journey.bypass
@@ -616,6 +641,15 @@ class Router:
             )
         latest = deque(told, maxlen=limit)
         return [one.journey.record(one.at_s, one.finish, self.index) for one in latest]
+
+
+def _prompt(request: EngineCoreRequest) -> Prompt | None:
+    """A prompt as prefix caches know it; None where they know it by more than ids."""
+    if request.prompt_token_ids is None or request.mm_features:
+        return None
+    adapter = request.lora_request.lora_name if request.lora_request else None
+    apart = (request.cache_salt, adapter)
+    return Prompt(request.prompt_token_ids, 0 if apart == (None, None) else hash(apart))
 
 
 def _why_not_exact(journey: Journey) -> str | None:

@@ -123,6 +123,7 @@ class Cluster:
                         self.limits.max_num_seqs, self.limits.max_num_batched_tokens
                     ),
                 ),
+                prefix_caching=self.limits.prefix_caching,
                 clock=clock,
             )
             for index in range(routers)
