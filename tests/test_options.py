@@ -105,20 +105,3 @@ def test_no_configuration_ends_in_anything_but_options_or_one_line(
     except OptionError as error:
         said = str(error)
     assert "\n" not in said
-
-
-@pytest.mark.parametrize(
-    ("config", "calibrates"),
-    [
-        ({"policy": "calibrated"}, True),
-        ({"policy": "calibrated", "calibration": "off"}, False),
-        ({"policy": "paper"}, False),
-        ({"policy": "paper", "calibration": "on"}, True),
-        ({}, False),
-    ],
-)
-def test_calibration_is_on_where_prices_are_meant_to_be_true(
-    config: dict[str, object], calibrates: bool
-) -> None:
-    assert parse(config).calibrates is calibrates
-    assert parse(to_config(parse(config))) == parse(config)

@@ -18,21 +18,18 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(cli.main, ["calibrate", *arguments])
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
-    server = FakeServer([A40], ["both"])
-
+def connect(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     class Connected(Measurement):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, poll_s=0.001, transport=server, **kwargs)
 
     monkeypatch.setattr(command, "Measurement", Connected)
-    return server
 
 
 def test_a_profile_is_written_that_can_be_loaded(
-    server: FakeServer, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    connect(FakeServer([A40], ["both"]), monkeypatch)
     path = tmp_path / "profile.json"
     result = run("--url", "http://server", "-o", str(path))
     assert result.exit_code == 0, result.output
@@ -71,7 +68,11 @@ def test_a_plot_needs_what_draws_it(
     assert "pip install 'vllm-calrouter[plot]'" in result.stderr
 
 
-def test_curves_are_drawn_beside_the_points(server: FakeServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("roles", [["both"], ["prefill", "decode"]])
+def test_curves_are_drawn_beside_the_points(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roles: list[str]
+) -> None:
+    connect(FakeServer([A40] * len(roles), roles), monkeypatch)
     plot = tmp_path / "profile.png"
     path = str(tmp_path / "p.json")
     result = run("--url", "http://server", "-o", path, "--plot", str(plot))

@@ -95,6 +95,8 @@ class FakeServer(httpx.MockTransport):
             seconds = slower * (0.002 + size / 1e9)
             self.transfers[rank].append(Transfer(seconds, size // self.workers))
             self.moved[rank] += 1
+        self.step(0, tokens, 0, 0)
+        self.step(rank, 0, 1, tokens)
 
     def step(self, rank: int, tokens: int, seqs: int, context: int) -> None:
         costs = self.costs[rank]

@@ -76,9 +76,10 @@ def _decode(panel: Axes, work: Array, seconds: Array, fit: Fit, colour: str) -> 
 
 
 def _residuals(panel: Axes, engine: Engine, fit: Fit, colour: str) -> None:
-    _, seconds = as_arrays(engine.steps)
+    work, seconds = as_arrays(engine.steps)
+    off = 1e2 * (seconds / predict(work, values_of(fit.costs)) - 1.0)
     label = f"engine {engine.rank} ({engine.role})"
-    panel.plot(1e3 * seconds, 1e2 * fit.residuals, ".", color=colour, label=label)
+    panel.plot(1e3 * seconds, off, ".", color=colour, label=label)
     spread = 1e2 * 3 * max(fit.noise, 0.01)
     low, high = panel.get_ylim()
     # A few steps that were no measurements must not flatten all others.

@@ -263,7 +263,7 @@ def _calibrator(router: Router) -> Calibrator:
         engine_costs(options, pools.engines),
         [role_of(rank, options) for rank in range(pools.engines)],
         router.placer.table,
-        takes_over=options.calibrates,
+        takes_over=options.calibration,
         metrics=router.metrics,
     )
 
