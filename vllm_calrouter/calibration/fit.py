@@ -63,7 +63,7 @@ LEAST_S = 1e-6
 
 #: The least share of a step's prior that is divided by: constants below 0 may predict
 #: nothing, or less.
-LEAST_SHARE = 0.05
+_LEAST_SHARE = 0.05
 
 _ITERATIONS = 25
 _CONVERGED = 1e-4
@@ -251,7 +251,7 @@ def shares(
         rows: `regressors` (n x 6).
     """
     predicted = rows @ estimate
-    whole: Array = np.maximum(predicted, LEAST_SHARE * (rows @ scale))
+    whole: Array = np.maximum(predicted, _LEAST_SHARE * (rows @ scale))
     off: Array = (seconds - predicted) / whole
     return rows * scale / whole[:, None], off
 
