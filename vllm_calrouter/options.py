@@ -89,6 +89,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_max_num_batched_tokens: _Count | None = None
     decode_max_num_seqs: _Count | None = None
     decode_max_num_batched_tokens: _Count | None = None
+    admission: Annotated[float, Meta(gt=0, le=1000)] | None = None
     slo_classes: dict[str, SloClass] = {}
     default_slo: str | None = None
     defaults: dict[str, ModelDefaults] = {}
@@ -116,6 +117,11 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for name in ("max_num_seqs", "max_num_batched_tokens")
         }
         return {name: value for name, value in limits.items() if value is not None}
+
+    @property
+    def listens(self) -> bool:
+        """Whether a router acts on what engines tell of themselves."""
+        return self.policy in PRICING_POLICIES or self.admission is not None
 
     def order_of(self, role: Literal["prefill", "decode", "both"]) -> str:
         """In which order the engines of a role serve what waits."""
@@ -155,6 +161,9 @@ HELP = {
     "prefill_max_num_batched_tokens": "max_num_batched_tokens of the prefill engines.",
     "decode_max_num_seqs": "max_num_seqs of the decode engines.",
     "decode_max_num_batched_tokens": "max_num_batched_tokens of the decode engines.",
+    "admission": "Answer 429 with Retry-After to a request that would wait longer than "
+    "so many times its TTFT target before an engine begins with it. Not given: all are "
+    "let in.",
     "slo_classes": "Latency targets by class, which vllm_xargs.slo names: "
     '{"tight": {"ttft_ms": 175, "tpot_ms": 40}}. Without it those of the profile, '
     "where one is written.",

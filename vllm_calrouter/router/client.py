@@ -14,6 +14,7 @@ from vllm_calrouter import introduction, transport
 from vllm_calrouter.engine.scheduler import STATE_UTILITY, role_of
 from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
+from vllm_calrouter.messages import EngineMessage
 from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
 from vllm_calrouter.placement import (
     Limits,
@@ -21,12 +22,14 @@ from vllm_calrouter.placement import (
     engine_limits,
     foreign_profile,
 )
+from vllm_calrouter.router import intake
 from vllm_calrouter.router.calibrator import Calibrator
 from vllm_calrouter.router.clocks import Clocks
 from vllm_calrouter.router.first_token import first_token_rules
 from vllm_calrouter.router.journal import Journal
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
+from vllm_calrouter.router.split import Split
 from vllm_calrouter.router.subscriber import Subscriber
 from vllm_calrouter.router.warm_up import warm_up
 from vllm_calrouter.seam import router_options
@@ -61,6 +64,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             journal=Journal(options.journal) if options.journal else None,
         )
+        self.split = Split(self.router.pools)
         self.introductions: list[Introduction] = []
         self._clocks: Clocks | None = None
         self.subscriber: Subscriber | None = None
@@ -86,7 +90,9 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         await self._meet_engines()
         if router.options.telemetry != transport.OFF:
             self._listen()
-        self._mending = asyncio.create_task(_drop_expired(router))
+        if router.options.admission is not None:
+            intake.guard(router.admit)
+        self._mending = asyncio.create_task(_now_and_then(router, self.split))
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)
 
@@ -130,7 +136,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             table=router.placer.table,
             keys=_router_keys(router.options),
             metrics=router.metrics,
-            listener=self.calibrator.hear if self.calibrator else None,
+            listener=self._heard,
         )
         router.placer.refresh = self.subscriber.refresh
         self._listening.append(asyncio.create_task(self.subscriber.run()))
@@ -143,6 +149,11 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         if self.subscriber is not None:
             self._router.placer.refresh = None
             self.subscriber.close()
+
+    def _heard(self, message: EngineMessage) -> None:
+        self.split.hear(message)
+        if self.calibrator is not None:
+            self.calibrator.hear(message)
 
     @property
     def _router(self) -> Router:
@@ -268,8 +279,11 @@ def _calibrator(router: Router) -> Calibrator:
     )
 
 
-async def _drop_expired(router: Router) -> None:
+async def _now_and_then(router: Router, split: Split) -> None:
     while True:
         await asyncio.sleep(_MEND_EVERY_S)
+        suggested = split.suggested_prefill()
+        if router.metrics and suggested is not None:
+            router.metrics.split_suggested(suggested)
         if dropped := router.drop_expired():
             logger.warning("%d bookings were never released, and are dropped", dropped)

@@ -26,7 +26,8 @@ class RouterEndpoints:
     """The router's pages, and its ear for headers.
 
     - `GET /router/state`: this API server's books, where the engines are, what it heard
-      of them and how long ago, what work costs there, and what they hold now
+      of them and how long ago, what work costs there, how they would be split better,
+      and what they hold now
       (`?engines=false`: without asking them, which waits for a step's end).
     - `GET /router/decisions`: the last requests it routed, as the journal has them.
     """
@@ -70,6 +71,7 @@ class RouterEndpoints:
                 "hosts": hosts,
                 "heard": heard,
                 "calibration": costs,
+                "split": client.split.describe(),
                 "engines": held,
             }
         )

@@ -59,6 +59,9 @@ class RouterMetrics:
         self._one_leg = counter(
             "one_leg", "Requests served whole by one engine of split pools.", "cause"
         )
+        self._refused = counter(
+            "refused", "Requests not let in (429), by SLO class.", "slo"
+        )
         self._aborts = counter(
             "aborts", "Aborts (client gone, or stop string found).", "stage"
         )
@@ -107,6 +110,11 @@ class RouterMetrics:
             "livemax",
             "engine",
         )
+        self._suggested = gauge(
+            "suggested_prefill_engines",
+            "Prefill engines of the split that would leave both pools most room.",
+            "livemostrecent",
+        )
         self._step_ratio = gauge(
             "step_prediction_ratio",
             "Predicted / measured seconds of an engine's last steps, in the median; of "
@@ -153,6 +161,9 @@ class RouterMetrics:
     def silence(self, rank: int, seconds: float) -> None:
         self._silence_s.labels(str(rank)).set(seconds)
 
+    def split_suggested(self, prefill_engines: int) -> None:
+        self._suggested.set(prefill_engines)
+
     def step_predicted(self, rank: int, ratio: float) -> None:
         self._step_ratio.labels(str(rank)).set(ratio)
 
@@ -175,6 +186,9 @@ class RouterMetrics:
 
     def one_leg(self, cause: str) -> None:
         self._one_leg.labels(cause).inc()
+
+    def refused(self, slo: str | None) -> None:
+        self._refused.labels(slo or "none").inc()
 
     def aborted(self, stage: str) -> None:
         self._aborts.labels(stage).inc()

@@ -30,6 +30,7 @@ from vllm_calrouter.predictors import Features, make_predictor
 from vllm_calrouter.records import belongs_to
 from vllm_calrouter.router import legs
 from vllm_calrouter.router import wishes as wish
+from vllm_calrouter.router.admission import Admission, RefusedError
 from vllm_calrouter.router.deadlines import Deadlines
 from vllm_calrouter.router.first_token import FirstToken
 from vllm_calrouter.router.journey import Journey, Stage
@@ -117,6 +118,9 @@ class Router:
         self._rules = Rules(options)
         self._orders = not options.order == options.decode_order == FCFS
         self._deadlines = Deadlines(options, engines, costs)
+        self._admission: Admission | None = None
+        if options.admission is not None:
+            self._admission = Admission(options, self.placer, count=count, clock=clock)
         self._numbers = itertools.count()
         self._ended: deque[_Ended] = deque(maxlen=_MOST_REMEMBERED)
         self._journal = journal
@@ -209,6 +213,21 @@ class Router:
         self._by_request[request.request_id] = journey
         self._prefilling[leg.request_id] = journey
         return leg
+
+    def admit(self, wishes: Wishes) -> None:
+        """Let a request in, before anything of it is done.
+
+        Raises:
+            RefusedError: it would wait longer than its class allows (`admission`).
+        """
+        if self._admission is None:
+            return
+        try:
+            self._admission.check(wishes)
+        except RefusedError:
+            if self.metrics:
+                self.metrics.refused(wishes.slo)
+            raise
 
     def leave_to_vllm(self, request: EngineCoreRequest) -> bool:
         """Whether the choice of the engine is vLLM's own, not this router's."""
