@@ -61,11 +61,11 @@ setup(
         "msgspec>=0.19",
         "pyzmq>=26",
         "prometheus-client>=0.20",
-        "click>=8.1",
-        "rich>=13",
         "tqdm>=4.66",
         "aiohttp>=3.9",
         "jinja2>=3.1",
+        "numpy",
+        "httpx>=0.27",
     ],
     extras_require={"plot": ["matplotlib>=3.8"]},
     entry_points={

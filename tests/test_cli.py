@@ -41,7 +41,7 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys\n"
         "from click.testing import CliRunner\n"
         "from vllm_calrouter.cli import main\n"
-        "for words in ([], ['simulate'], ['bench'], ['report']):\n"
+        "for words in ([], ['simulate'], ['calibrate'], ['bench'], ['report']):\n"
         "    assert CliRunner().invoke(main, [*words, '--help']).exit_code == 0\n"
         "heavy = {'vllm', 'torch', 'transformers', 'matplotlib'}\n"
         "print(sorted(heavy & set(sys.modules)))"

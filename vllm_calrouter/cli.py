@@ -28,6 +28,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "vllm_calrouter.report.command:report",
         "Make a page of plots from a folder of runs.",
     ),
+    "calibrate": (
+        "vllm_calrouter.calibration.command:calibrate",
+        "Measure what work costs on a running server's engines.",
+    ),
     "explain": (
         "vllm_calrouter.explain:explain",
         "Show why a request went where it went, from a router's journal.",
