@@ -7,7 +7,6 @@ on where it was; one that is finished prints at once.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import multiprocessing
@@ -22,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_calrouter import _core
+from vllm_calrouter.runs import code_version
 
 #: What `calrouter simulate --json` prints of a run.
 Figures = dict[str, Any]
@@ -104,16 +103,6 @@ def _one_core() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     # No bars of single runs within the bar of all.
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
-def code_version() -> str:
-    """Another one whenever a figure may change: the package's own sources and core."""
-    package = Path(_core.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".so", ".json"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def stored(path: Path) -> dict[str, Any]:

@@ -21,6 +21,9 @@ from vllm_calrouter.workloads import FAMILIES
 _PROFILES = Path(".cache/profiles")
 
 
+_FROM_DECODE = " --router-config first_token=off"
+
+
 class Cell(NamedTuple):
     """One regime.
 
@@ -29,12 +32,21 @@ class Cell(NamedTuple):
         words: of `calrouter simulate`.
         quick: whether the quick grid has it.
         targets: whether requests state targets.
+        split: whether prefill has engines of its own.
     """
 
     name: str
     words: str
     quick: bool = False
     targets: bool = True
+    split: bool = True
+
+    def arguments(self, setup: str) -> str:
+        """The command line of a setup here, without seed and duration."""
+        if not self.split:
+            # There is only one engine that a first token could come from.
+            setup = setup.replace(_FROM_DECODE, "")
+        return f"{self.words} {setup}"
 
 
 def _family(name: str, more: str = "", *, share: float = 1.0) -> str:
@@ -99,6 +111,7 @@ _SHAPES = [
             f"{name}, 6 that do both",
             _family(name, "--prefill 0 --decode 6"),
             quick=name == "mixed",
+            split=False,
         )
         for name in ("mixed", "chat")
     ),
@@ -210,7 +223,7 @@ UNBOUNDED = "default, patience null"
 _DEFAULT = RouterOptions().policy
 DEFAULT_PATIENCE = RouterOptions().patience
 SETUPS = {
-    ROUND_ROBIN: _setup("round_robin", order="fcfs", first_token="off"),
+    ROUND_ROBIN: _setup("round_robin", order="fcfs") + _FROM_DECODE,
     "round-robin": _setup("round_robin", order="fcfs"),
     OWN: _setup("vllm", order="fcfs"),
     LEAST_LOADED: _setup("least_loaded", order="fcfs"),

@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
     def arguments(self, cell: grid.Cell, setup: str) -> list[str]:
         """Command lines of a setup in a cell, one a seed."""
-        words = f"{cell.words} {setup}"
+        words = cell.arguments(setup)
         if "--trace" not in cell.words:
             words += f" --duration {self.duration_s:g}"
         return [f"{words} --seed {seed}" for seed in self.seeds]

@@ -23,7 +23,14 @@ from benchmarks.regimes.grid import (
 )
 from benchmarks.regimes.outcome import Outcome, Outcomes, outcome
 from benchmarks.regimes.plan import FULL, QUICK, Span
-from vllm_calrouter.simulation.command import Setup, make_arrivals, simulate
+from vllm_calrouter.simulation.command import (
+    Setup,
+    believed_costs,
+    promised,
+    router_options,
+    simulate,
+)
+from vllm_calrouter.workloads.options import Traffic, make_arrivals
 
 CELLS = [Cell("mixed", ""), Cell("mixed, no targets", "", targets=False)]
 
@@ -88,19 +95,19 @@ def test_a_bar_that_is_missed_is_told(
     assert any(what in told for told in missed(found(**changes), eight))
 
 
-def setup_of(arguments: str) -> Setup:
-    context = simulate.make_context("simulate", shlex.split(arguments))
-    words = dict(context.params)
-    for name in ("policies", "seeds", "requests_file", "as_json"):
-        words.pop(name)
-    return Setup(**words)
+def parsed(arguments: str) -> tuple[str, Setup, Traffic]:
+    """The policy of a command line, its cluster and its traffic."""
+    written = simulate.make_context("simulate", shlex.split(arguments)).params
+    (policy,) = written["policies"]
+    setup = {name: written[name] for name in Setup.__struct_fields__}
+    traffic = {name: written[name] for name in Traffic.__struct_fields__}
+    return policy, Setup(**setup), Traffic(**traffic)
 
 
 def test_every_cell_and_setup_is_one_that_the_command_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm_calrouter.calibration import load
-    from vllm_calrouter.simulation.command import believed_costs, router_options
 
     monkeypatch.chdir(tmp_path)
     for name in grid.TRACES:
@@ -112,14 +119,13 @@ def test_every_cell_and_setup_is_one_that_the_command_takes(
     assert {cell.name for cell in grid.cells(quick=True)} < {c.name for c in cells}
     span = Span((1,), 5.0)
     for cell in (*cells, grid.EIGHT):
-        (words,) = span.arguments(cell, grid.SETUPS[DEFAULT])
-        made = setup_of(words)
-        assert make_arrivals(made, load(made.profile), 1)
-        believed_costs(made)
-    for setup, words in grid.SETUPS.items():
-        policy = shlex.split(words)[1]
-        made = setup_of(f"--workload chat {words}")
-        assert router_options(made, policy, 1).policy == policy, setup
+        for words in grid.SETUPS.values():
+            (arguments,) = span.arguments(cell, words)
+            policy, setup, traffic = parsed(arguments)
+            assert router_options(setup, policy, 1).policy == policy
+        profile = promised(setup, load(setup.profile))
+        assert make_arrivals(traffic, profile, 1, setup.max_model_len)
+        believed_costs(setup)
 
 
 def test_cells_of_any_kind_have_their_bars() -> None:

@@ -30,6 +30,7 @@ class Client:
             [introduce(RouterOptions(telemetry="tcp://10.0.0.1:5600"), 1)]
         )
         self.calibrator: Any = None
+        self.served = {"model": "tiny"}
         self.split = Split(self.router.pools)
 
     async def engine_states(self) -> list[dict[str, Any]]:

@@ -16,7 +16,12 @@ from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
 from vllm_calrouter.messages import EngineMessage
 from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
-from vllm_calrouter.placement import Limits, engine_costs, engine_limits
+from vllm_calrouter.placement import (
+    Limits,
+    engine_costs,
+    engine_limits,
+    foreign_profile,
+)
 from vllm_calrouter.router import intake
 from vllm_calrouter.router.calibrator import Calibrator
 from vllm_calrouter.router.clocks import Clocks
@@ -67,6 +72,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         self._listening: list[asyncio.Task[None]] = []
         self._mending: asyncio.Task[None] | None = None
         self._started = False
+        self.served = _served(vllm_config)
 
     async def get_supported_tasks_async(self) -> Any:
         """The first thing an API server asks of its engines, before it serves."""
@@ -80,6 +86,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         router.metrics = RouterMetrics()
         pools = router.pools
         logger.info("router: policy %s, %s", router.options.policy, pools)
+        self._warn_of_profile()
         await self._meet_engines()
         if router.options.telemetry != transport.OFF:
             self._listen()
@@ -88,6 +95,14 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         self._mending = asyncio.create_task(_now_and_then(router, self.split))
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)
+
+    def _warn_of_profile(self) -> None:
+        options = self._router.options
+        # Of several API servers one says it.
+        if not options.prices or self.client_index:
+            return
+        if told := foreign_profile(options, self.served):
+            logger.warning("router: %s", told)
 
     async def _meet_engines(self) -> None:
         """Learn where engines are, and that each was started to work with this router.
@@ -231,6 +246,26 @@ def _limits(config: Any, options: RouterOptions, engines: int) -> list[Limits]:
     scheduler = config.scheduler_config
     common = Limits(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
     return engine_limits(options, engines, common)
+
+
+def _served(config: Any) -> dict[str, Any]:
+    """What runs here, as a profile names it."""
+    from vllm.platforms import current_platform
+
+    model, cache = config.model_config, config.cache_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    try:
+        gpu = current_platform.get_device_name()
+    except NotImplementedError:
+        gpu = "unknown"
+    return {
+        "model": model.model,
+        "dtype": dtype,
+        "kv_dtype": dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
+        "tensor_parallel": config.parallel_config.tensor_parallel_size,
+        "gpu": gpu or "unknown",
+        "max_model_len": model.max_model_len,
+    }
 
 
 def _calibrator(router: Router) -> Calibrator:

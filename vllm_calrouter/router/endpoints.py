@@ -64,9 +64,17 @@ class RouterEndpoints:
             for engine in client.introductions
         ]
         costs = client.calibrator.describe() if client.calibrator else []
-        state = {**describe(client.router), "hosts": hosts, "heard": heard}
-        state |= {"calibration": costs, "split": client.split.describe()}
-        return JSONResponse({**state, "engines": held})
+        return JSONResponse(
+            {
+                **describe(client.router),
+                "served": client.served,
+                "hosts": hosts,
+                "heard": heard,
+                "calibration": costs,
+                "split": client.split.describe(),
+                "engines": held,
+            }
+        )
 
     async def _decisions(
         self,

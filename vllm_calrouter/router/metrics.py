@@ -117,7 +117,8 @@ class RouterMetrics:
         )
         self._step_ratio = gauge(
             "step_prediction_ratio",
-            "Predicted / measured seconds of an engine's last steps, in the median.",
+            "Predicted / measured seconds of an engine's last steps, in the median; of "
+            "those with prefill or without, whichever is further off.",
             "livemostrecent",
             "engine",
         )
