@@ -189,7 +189,10 @@ def test_a_class_is_promised_what_is_written() -> None:
             "without default_slo",
         ),
         ([*SMALL, "--router-config", "long_share=0.2"], "has no effect"),
-        ([*SMALL, "--router-config", "max_overtake_s=1"], "has no effect"),
+        (
+            [*SMALL, "--router-config", "order=fcfs", "--router-config", "patience=1"],
+            "has no effect",
+        ),
         ([*SMALL, "--router-config", "decode_max_num_seqs=65"], "raise --max-num-seqs"),
         ([*SMALL, "--prefill", "0", "--router-config", "first_token=off"], "no effect"),
         ([*SMALL, "--no-length-hints", "--length-error", "1"], "no effect"),
