@@ -78,7 +78,7 @@ def test_it_has_the_figures_of_a_simulation(
     simulated = CliRunner().invoke(
         cli.main, ["simulate", "--trace", trace, "--policy", "least_loaded", "--json"]
     )
-    assert set(json.loads(simulated.stdout)) - set(run) == {"busy"}
+    assert set(json.loads(simulated.stdout)) - set(run) == {"busy", "router_profile"}
     assert run["kind"] == "measured"
     assert run["name"] == run["policy"] == "least_loaded"
     assert run["requests"] == len(ARRIVALS)

@@ -28,6 +28,7 @@ class Plain:
 
 def config(rank: int, **options: Any) -> Any:
     options.setdefault("telemetry", "off")
+    options.setdefault("order", "fcfs")
     chosen = f"{Plain.__module__}.{Plain.__qualname__}"
     extra = {
         CONFIG_KEY: to_config(RouterOptions(**options)),

@@ -86,7 +86,7 @@ def test_what_is_served_is_named_as_in_a_profile() -> None:
         ({"policy": "calibrated", "profile": "a40-qwen2.5-3b"}, "tensor_parallel 1, "),
         ({"policy": "calibrated"}, "no profile was written"),
         ({"order": "deadline", "profile": "a40-qwen2.5-3b"}, "calrouter calibrate"),
-        ({"policy": "least_loaded"}, None),
+        ({"policy": "least_loaded", "order": "fcfs"}, None),
     ],
 )
 def test_a_profile_of_something_else_is_warned_of_once(
