@@ -7,42 +7,16 @@ on where it was; one that is finished prints at once.
 
 from __future__ import annotations
 
-import io
 import json
-import multiprocessing
-import os
-import shlex
-import sys
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import redirect_stdout
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from vllm_calrouter.runs import code_version
-
-#: What `calrouter simulate --json` prints of a run.
-Figures = dict[str, Any]
-
-
-def simulated(arguments: str) -> Figures:
-    """One run of `calrouter simulate`, by its command line; raises RuntimeError with
-    what it said when it would not run."""
-    # vLLM is imported once in each process that makes runs, not in the one that asks.
-    import click
-
-    from vllm_calrouter.simulation.command import simulate
-
-    said = io.StringIO()
-    try:
-        with redirect_stdout(said):
-            simulate.main([*shlex.split(arguments), "--json"], standalone_mode=False)
-    except click.ClickException as error:
-        raise RuntimeError(f"{arguments}: {error.message}") from None
-    figures: Figures = json.loads(said.getvalue())
-    return figures
+from vllm_calrouter.simulation.pool import Figures, processes, simulated
 
 
 class Runs:
@@ -74,7 +48,7 @@ class Runs:
         if not missing:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with _processes(workers) as pool, self._path.open("a") as file:
+        with processes(workers) as pool, self._path.open("a") as file:
             futures = {pool.submit(self._run, one): one for one in missing}
             ended = as_completed(futures)
             try:
@@ -91,18 +65,6 @@ class Runs:
         """A run that was made; raises KeyError."""
         figures: Figures = self._known[self.key(arguments)]
         return figures
-
-
-def _processes(workers: int | None) -> Executor:
-    # A fresh process each: what this one has imported and started is of no use there.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers or os.cpu_count(), context, _one_core)
-
-
-def _one_core() -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # No bars of single runs within the bar of all.
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def stored(path: Path) -> dict[str, Any]:

@@ -39,13 +39,14 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.runs import as_line, simulated, stored
+from benchmarks.runs import as_line, stored
 from examples.cpu_cluster import Cluster
 from examples.tiny_model import make_tiny_model
 from vllm_calrouter.bench.compare import Benchmark, Settings
 from vllm_calrouter.calibration import load, save
 from vllm_calrouter.emulation import Pace, arguments
 from vllm_calrouter.options import PRICING_POLICIES
+from vllm_calrouter.simulation.pool import simulated
 from vllm_calrouter.workloads.options import Traffic
 
 Run = dict[str, Any]

@@ -20,6 +20,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "vllm_calrouter.simulation.command:simulate",
         "Run a workload through the router on a cluster in virtual time.",
     ),
+    "plan": (
+        "vllm_calrouter.simulation.plan:plan",
+        "Simulate every split of so many engines into prefill and decode.",
+    ),
     "bench": (
         "vllm_calrouter.bench.command:bench",
         "Run a workload against live servers and measure it.",
