@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import NamedTuple
 
-from benchmarks.runs import Figures
+from vllm_calrouter.simulation.pool import Figures
 from vllm_calrouter.simulation.results import mean_and_error
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from benchmarks.regimes import grid
 from benchmarks.regimes.outcome import Outcomes, outcome
-from benchmarks.runs import Figures, Runs
+from benchmarks.runs import Runs
+from vllm_calrouter.simulation.pool import Figures
 
 
 class Span(NamedTuple):
