@@ -105,3 +105,10 @@ def test_no_configuration_ends_in_anything_but_options_or_one_line(
     except OptionError as error:
         said = str(error)
     assert "\n" not in said
+
+
+def test_costs_follow_the_engines_where_nothing_was_measured() -> None:
+    assert parse({}).calibrates
+    assert not parse({"profile": "a40-qwen2.5-3b"}).calibrates
+    assert parse({"profile": "a40-qwen2.5-3b", "calibration": "on"}).calibrates
+    assert not parse({"calibration": "off"}).calibrates

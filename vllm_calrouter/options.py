@@ -73,7 +73,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy: str = "calibrated"
     profile: str | None = None
-    calibration: bool = False
+    calibration: bool | None = None
     prefix_aware: bool = True
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
@@ -109,6 +109,11 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         orders = {self.order, self.decode_order}
         return self.policy in PRICING_POLICIES or orders != {FCFS}
 
+    @property
+    def calibrates(self) -> bool:
+        """Whether costs follow the engines' steps: if not said, where no profile is."""
+        return self.profile is None if self.calibration is None else self.calibration
+
     def role_limits(self, *, prefill: bool) -> dict[str, int]:
         """Scheduler limits written for one role, by vLLM's name for each."""
         role = "prefill" if prefill else "decode"
@@ -134,7 +139,8 @@ HELP = {
     "engines; the name of a shipped profile or a file. Without it an A40's figures "
     "stand in; orders correct them by what the engine's own steps take.",
     "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
-    "that engines report, beginning with the profile. Off: only tell when it is wrong.",
+    "that engines report, beginning with the profile. Off: only tell when it is wrong. "
+    "On where no profile is written, unless said otherwise.",
     "prefix_aware": "calibrated, paper: on or off: expect an engine to have cached the "
     "prompts that this router sent there, and price only what it has to compute.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
@@ -261,7 +267,11 @@ def to_config(options: RouterOptions) -> dict[str, Any]:
 def _switches(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same with on and off read as true and false, where those are asked for."""
     read = {"on": True, "off": False}
-    switches = [field.name for field in fields(RouterOptions) if field.type is bool]
+    switches = [
+        field.name
+        for field in fields(RouterOptions)
+        if field.type in (bool, bool | None)
+    ]
     return {
         key: read.get(value, value)
         if key in switches and isinstance(value, str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,20 +82,31 @@ def test_what_is_served_is_named_as_in_a_profile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "level", "says"),
     [
-        ({"policy": "calibrated", "profile": "a40-qwen2.5-3b"}, "tensor_parallel 1, "),
-        ({"policy": "calibrated"}, "no profile was written"),
-        ({"order": "deadline", "profile": "a40-qwen2.5-3b"}, "calrouter calibrate"),
-        ({"policy": "least_loaded", "order": "fcfs"}, None),
+        (
+            {"policy": "calibrated", "profile": "a40-qwen2.5-3b"},
+            logging.WARNING,
+            "tensor_parallel 1, ",
+        ),
+        ({"policy": "calibrated"}, logging.INFO, "no profile was written"),
+        (
+            {"order": "deadline", "profile": "a40-qwen2.5-3b"},
+            logging.WARNING,
+            "calrouter calibrate",
+        ),
+        ({"policy": "least_loaded", "order": "fcfs"}, None, None),
     ],
 )
-def test_a_profile_of_something_else_is_warned_of_once(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str | None
+def test_a_profile_of_something_else_is_told_once(
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    level: int | None,
+    says: str | None,
 ) -> None:
-    said: list[str] = []
+    said: list[tuple[int, str]] = []
     monkeypatch.setattr(
-        module.logger, "warning", lambda text, *args: said.append(text % args)
+        module.logger, "log", lambda at, text, *args: said.append((at, text % args))
     )
     for index in range(3):
         client = Client([])
@@ -102,5 +114,9 @@ def test_a_profile_of_something_else_is_warned_of_once(
         client.router = SimpleNamespace(options=RouterOptions(**options))
         client.served = module._served(vllm_config())
         client._warn_of_profile()
-    assert len(said) == (says is not None)
-    assert not says or says in said[0]
+    if says is None:
+        assert said == []
+    else:
+        ((told_at, text),) = said
+        assert told_at == level
+        assert says in text

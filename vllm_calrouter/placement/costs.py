@@ -50,7 +50,7 @@ def foreign_profile(options: RouterOptions, served: Mapping[str, Any]) -> str:
     )
     then = (
         "what steps cost is fitted as they come, but not transfers"
-        if options.calibration
+        if options.calibrates
         else "placements are mispriced"
     )
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from contextlib import suppress
 from typing import Any
 
@@ -102,7 +103,9 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         if not options.prices or self.client_index:
             return
         if told := foreign_profile(options, self.served):
-            logger.warning("router: %s", told)
+            # Who wrote none knows that nothing was measured.
+            level = logging.WARNING if options.profile else logging.INFO
+            logger.log(level, "router: %s", told)
 
     async def _meet_engines(self) -> None:
         """Learn where engines are, and that each was started to work with this router.
@@ -274,7 +277,7 @@ def _calibrator(router: Router) -> Calibrator:
         engine_costs(options, pools.engines),
         [role_of(rank, options) for rank in range(pools.engines)],
         router.placer.table,
-        takes_over=options.calibration,
+        takes_over=options.calibrates,
         metrics=router.metrics,
     )
 
