@@ -40,6 +40,7 @@ DECODE_ORDERS = (FCFS, "deadline")
 PREDICTORS = ("hint", "constant", "max_tokens", "online", "oracle", "noisy")
 
 _Count = Annotated[int, Meta(ge=1)]
+_Weight = Annotated[float, Meta(ge=0, le=1_000)]
 #: Milliseconds, at most a day.
 _Target = Annotated[float, Meta(gt=0, le=86_400_000)]
 
@@ -74,6 +75,9 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str = "vllm"
     profile: str | None = None
     calibration: bool = False
+    slot_weight: _Weight = 1.0
+    kv_weight: _Weight = 1.0
+    slo_weight: _Weight = 1.0
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
@@ -122,6 +126,10 @@ HELP = {
     "stand in.",
     "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
     "that engines report, beginning with the profile. Off: only tell when it is wrong.",
+    "slot_weight": "calibrated: how much the use of an engine's slots counts in its "
+    "price; 0: not at all (docs/pricing.md).",
+    "kv_weight": "calibrated, paper: the same of its KV cache after admission.",
+    "slo_weight": "calibrated, paper: the same of a target that would be missed.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "
