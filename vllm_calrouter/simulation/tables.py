@@ -36,12 +36,13 @@ def _figures(runs: Sequence[Run]) -> Table:
     table = Table(
         title=f"{first['workload']}, {first['prefill']} prefill + {first['decode']} "
         f"decode engines, {first['profile']}",
-        caption="goodput: share of requests in time; times in ms of virtual time",
+        caption="goodput: share of requests in time; times in ms of virtual time; "
+        "speed: virtual time over the time it took",
         box=SIMPLE,
         padding=(0, 0, 0, 1),
     )
     table.add_column("policy", no_wrap=True)
-    for name in ("seed", "reqs", "goodput", *classes, *_TIMES):
+    for name in ("seed", "reqs", "goodput", *classes, *_TIMES, "speed"):
         table.add_column(name, justify="right")
     for run in runs:
         table.add_row(
@@ -51,6 +52,7 @@ def _figures(runs: Sequence[Run]) -> Table:
             f"{run['goodput']:.3f}",
             *(f"{run['goodput_by_class'].get(name, 0):.3f}" for name in classes),
             *(_ms(run[key][part]) for key, part in _TIMES.values()),
+            f"× {run['virtual_s'] / run['wall_s']:.0f}",
         )
     return table
 
