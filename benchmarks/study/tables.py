@@ -1,0 +1,94 @@
+"""An exhibit's runs as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from benchmarks.study.exhibit import Claim, Results
+
+#: Twice the standard error: less than that is called noise.
+_SURE = 2.0
+
+#: Goodput within which two setups are called equal, whatever the noise.
+_TIE = 0.01
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; the first column is text, the others are figures."""
+    lines = ["|" + "|".join(f" {cell} " for cell in head) + "|"]
+    lines.append("|---" + "|---:" * (len(head) - 1) + "|")
+    lines += ["|" + "|".join(f" {cell} " for cell in row) + "|" for row in rows]
+    return "\n".join(lines)
+
+
+def goodput(results: Results) -> str:
+    """Mean goodput; what it is more than the first setup's, with standard error."""
+
+    def cell(point: str, setup: str) -> str:
+        mean = f"{results.mean(point, setup, 'goodput'):.3f}"
+        first = next(iter(results.exhibit.setups))
+        if setup == first:
+            return mean
+        return f"{mean} ({signed(*results.gain(point, setup, first))})"
+
+    return _grid(results, "goodput", cell)
+
+
+def tails(results: Results) -> str:
+    """P99 of the time to the first token in seconds."""
+    return _grid(
+        results, "TTFT P99, s", lambda p, s: f"{results.mean(p, s, 'TTFT P99'):.2f}"
+    )
+
+
+def _grid(results: Results, what: str, cell: Callable[[str, str], str]) -> str:
+    """Setups down; points across."""
+    points = list(results.exhibit.points)
+    rows = (
+        [f"`{setup}`", *(cell(point, setup) for point in points)]
+        for setup in results.exhibit.setups
+    )
+    head = [what] if len(points) == 1 else points
+    return markdown(["", *head] if len(points) == 1 else [what, *head], rows)
+
+
+def printed(results: Results) -> str:
+    """The study's figures beside ours."""
+    rows = (
+        [
+            f"{one.point}: `{one.setup}`, {one.metric}",
+            f"{one.value:.3f}" if "goodput" in one.metric else f"{one.value:.2f} s",
+            _shown(results.mean(one.point, one.setup, one.metric), one.metric),
+        ]
+        for one in results.exhibit.printed
+    )
+    return markdown(["", "printed (hardware)", "simulated"], rows)
+
+
+def _shown(value: float, metric: str) -> str:
+    return f"{value:.3f}" if "goodput" in metric else f"{value:.2f} s"
+
+
+def claims(results: Results) -> str:
+    """What the study says of setups against each other, and whether it is so here."""
+    rows = []
+    for claim in results.exhibit.claims:
+        gain = results.gain(claim.point, claim.setup, claim.other, claim.other_point)
+        said = "" if claim.printed is None else f"{claim.printed:+.3f}"
+        rows.append([claim.says, said, signed(*gain), verdict(claim, *gain)])
+    return markdown(["the study says", "printed", "simulated", ""], rows)
+
+
+def verdict(claim: Claim, gain: float, error: float) -> str:
+    """Whether a simulated difference says what the study says."""
+    if claim.ties:
+        return "agrees" if abs(gain) <= max(_TIE, _SURE * error) else "does not"
+    if abs(gain) <= _SURE * error:
+        return "within noise"
+    expected = 1.0 if claim.printed is None else claim.printed
+    return "agrees" if gain * expected > 0 else "contrary"
+
+
+def signed(gain: float, error: float) -> str:
+    """A difference with its standard error."""
+    return f"{gain:+.3f} ± {error:.3f}"
