@@ -55,6 +55,7 @@ setup(
         "rich>=13",
         "tqdm>=4.66",
     ],
+    extras_require={"plot": ["matplotlib>=3.8"]},
     entry_points={
         "vllm.general_plugins": ["calrouter = vllm_calrouter.plugin:register"],
         "console_scripts": ["calrouter = vllm_calrouter.cli:main"],

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
@@ -97,13 +98,23 @@ class Runs:
 def _processes(workers: int | None) -> Executor:
     # A fresh process each: what this one has imported and started is of no use there.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers or os.cpu_count(), context, _one_core)
+    return ProcessPoolExecutor(workers or os.cpu_count(), context, _prepare)
 
 
-def _one_core() -> None:
+def _prepare() -> None:
+    """Makes a new process one that makes runs."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = "1"
     # No bars of single runs within the bar of all.
     sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _end_with_parent() -> None:
+    """Who was to have these runs was killed: nobody takes them."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def code_version() -> str:

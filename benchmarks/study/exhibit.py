@@ -97,7 +97,8 @@ class Exhibit:
         title: of its section.
         about: what is varied, in a sentence or two.
         points: what is varied, by name.
-        setups: of the router, by name; paired differences are with the first.
+        setups: of the router, by name. Paired differences are with the first, those of
+            a setup named "X, ..." with X.
         printed: the study's figures.
         claims: what the study says of setups against each other.
         plots: of `plots.PLOTS`, by name.
@@ -111,6 +112,11 @@ class Exhibit:
     printed: Sequence[Printed] = ()
     claims: Sequence[Claim] = ()
     plots: Sequence[str] = ()
+
+    def base(self, setup: str) -> str:
+        """The setup that this one is compared with; itself where that is none."""
+        changed, comma, _ = setup.partition(",")
+        return changed if comma else next(iter(self.setups))
 
     def lines(self, common: Options, seeds: Sequence[int]) -> Iterator[str]:
         """The command lines of all runs."""
@@ -147,9 +153,9 @@ class Results:
         self._run = run
         self._common = common
 
-    def lines(self) -> Iterator[str]:
-        """The command lines of all its runs."""
-        return self.exhibit.lines(self._common, self.seeds)
+    def first_line(self) -> str:
+        """The command line of one of its runs."""
+        return next(self.exhibit.lines(self._common, self.seeds))
 
     def of(self, point: str, setup: str) -> list[Figures]:
         """The runs of one cell, by seed."""

@@ -51,4 +51,4 @@ def section(results: Results, plots: Path) -> Iterator[str]:
         f"`make study`, or `python -m benchmarks.study --only {exhibit.name}`; seeds "
         f"{seeds}. One of its runs:"
     )
-    yield f"```\ncalrouter simulate {next(results.lines())}\n```"
+    yield f"```\ncalrouter simulate {results.first_line()}\n```"

@@ -22,14 +22,14 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def goodput(results: Results) -> str:
-    """Mean goodput; what it is more than the first setup's, with standard error."""
+    """Mean goodput; what it is more than that of the setup's base, with its error."""
 
     def cell(point: str, setup: str) -> str:
         mean = f"{results.mean(point, setup, 'goodput'):.3f}"
-        first = next(iter(results.exhibit.setups))
-        if setup == first:
+        base = results.exhibit.base(setup)
+        if setup == base:
             return mean
-        return f"{mean} ({signed(*results.gain(point, setup, first))})"
+        return f"{mean} ({signed(*results.gain(point, setup, base))})"
 
     return _grid(results, "goodput", cell)
 
