@@ -54,7 +54,14 @@ def test_a_killed_study_leaves_no_process_behind(tmp_path: Path) -> None:
     pid = int(wait_for(lambda: trail.exists() and trail.read_text().strip()))
     study.kill()
     study.join()
-    wait_for(lambda: not psutil.pid_exists(pid))
+    wait_for(lambda: not runs_on(pid))
+
+
+def runs_on(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_for(what: Callable[[], Any]) -> Any:
