@@ -101,6 +101,7 @@ class Exhibit:
             a setup named "X, ..." with X.
         printed: the study's figures.
         claims: what the study says of setups against each other.
+        tables: of `tables.MORE`, by name.
         plots: of `plots.PLOTS`, by name.
     """
 
@@ -111,6 +112,7 @@ class Exhibit:
     setups: Mapping[str, Options]
     printed: Sequence[Printed] = ()
     claims: Sequence[Claim] = ()
+    tables: Sequence[str] = ()
     plots: Sequence[str] = ()
 
     def base(self, setup: str) -> str:

@@ -172,7 +172,7 @@ EXHIBITS: Sequence[Exhibit] = (
                 "reasoning: it leads round-robin", "reasoning", PAPER, ROUND_ROBIN, None
             ),
         ),
-        plots=("by_point",),
+        plots=("by_kind",),
     ),
     Exhibit(
         "width",
@@ -240,6 +240,7 @@ EXHIBITS: Sequence[Exhibit] = (
                 other_point="3 + 4",
             ),
         ),
+        tables=("engines_saved",),
         plots=("by_point",),
     ),
     Exhibit(

@@ -38,6 +38,8 @@ def section(results: Results, plots: Path) -> Iterator[str]:
     yield exhibit.about
     yield tables.goodput(results)
     yield tables.tails(results)
+    for name in exhibit.tables:
+        yield tables.MORE[name](results)
     if exhibit.printed:
         yield tables.printed(results)
     if exhibit.claims:

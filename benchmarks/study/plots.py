@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from benchmarks.study.exhibits import SETUPS
 from benchmarks.study.measure import SHARES
 
 if TYPE_CHECKING:
@@ -41,12 +42,22 @@ def draw(results: Results, name: str, folder: Path) -> Path:
 
 
 def by_point(results: Results) -> Figure:
-    """Goodput, and the study's where it prints one, over what is varied."""
+    """Goodput, and the study's where it prints one, over a quantity that is varied."""
+    return _goodput(results, "o-")
+
+
+def by_kind(results: Results) -> Figure:
+    """The same over things that have no order."""
+    return _goodput(results, "o")
+
+
+def _goodput(results: Results, mark: str) -> Figure:
     figure, (axes,) = _panels(1)
     points = list(results.exhibit.points)
-    for number, setup in enumerate(results.exhibit.setups):
+    for setup in results.exhibit.setups:
+        colour = _colour(setup)
         values = [results.mean(point, setup, "goodput") for point in points]
-        axes.plot(points, values, "o-", color=f"C{number}", label=setup, markersize=4)
+        axes.plot(points, values, mark, color=colour, label=setup, markersize=4)
         printed = [
             (one.point, one.value)
             for one in results.exhibit.printed
@@ -55,7 +66,7 @@ def by_point(results: Results) -> Figure:
         if printed:
             at, value = zip(*printed, strict=True)
             label = f"{setup}, printed"
-            axes.plot(at, value, "x", color=f"C{number}", label=label, markersize=7)
+            axes.plot(at, value, "x", color=colour, label=label, markersize=7)
     axes.set_ylabel("goodput")
     _legend(axes)
     return figure
@@ -71,7 +82,8 @@ def tail(results: Results) -> Figure:
             fmean(values)
             for values in zip(*(run["ttft_at_shares_s"] for run in runs), strict=True)
         ]
-        axes.plot(waits[:-1], [1 - share for share in SHARES[:-1]], label=setup)
+        longer = [1 - share for share in SHARES[:-1]]
+        axes.plot(waits[:-1], longer, color=_colour(setup), label=setup)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("time to first token, s")
@@ -86,8 +98,8 @@ def timeline(results: Results) -> Figure:
     (point,) = results.exhibit.points
     for setup in results.exhibit.setups:
         line = results.of(point, setup)[_SHOWN_SEED]["timeline"]
-        goodput.plot(line["at_s"], line["goodput"], label=setup)
-        ttft.plot(line["at_s"], line["ttft_p95_s"])
+        goodput.plot(line["at_s"], line["goodput"], color=_colour(setup), label=setup)
+        ttft.plot(line["at_s"], line["ttft_p95_s"], color=_colour(setup))
     rate.plot(line["at_s"], line["rate"], color="black")
     rate.set_ylabel("req/s")
     goodput.set_ylabel("goodput")
@@ -95,6 +107,11 @@ def timeline(results: Results) -> Figure:
     ttft.set_xlabel(f"s (seed {results.seeds[_SHOWN_SEED]}, windows of 5 s)")
     _legend(goodput)
     return figure
+
+
+def _colour(setup: str) -> str:
+    """The same for a setup in every plot."""
+    return f"C{list(SETUPS).index(setup)}"
 
 
 def _panels(count: int) -> tuple[Figure, Sequence[Axes]]:
@@ -109,6 +126,7 @@ def _legend(axes: Axes) -> None:
 
 PLOTS: dict[str, Callable[[Results], Figure]] = {
     "by_point": by_point,
+    "by_kind": by_kind,
     "tail": tail,
     "timeline": timeline,
 }

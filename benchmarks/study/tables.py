@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 
 from benchmarks.study.exhibit import Claim, Results
 
@@ -52,6 +53,57 @@ def _grid(results: Results, what: str, cell: Callable[[str, str], str]) -> str:
     return markdown(["", *head] if len(points) == 1 else [what, *head], rows)
 
 
+def engines_saved(results: Results) -> str:
+    """Engines with which a setup has the goodput that the first has with 7 and 8.
+
+    Between two shapes goodput is taken to grow in proportion to engines.
+    """
+    points = results.exhibit.points
+    engines = [one["prefill"] + one["decode"] for one in points.values()]
+    base, *others = results.exhibit.setups
+
+    def levels(setup: str) -> list[float]:
+        return [results.mean(point, setup, "goodput") for point in points]
+
+    of_base = dict(zip(engines, levels(base), strict=True))
+    rows = []
+    for setup in others:
+        row = [f"`{setup}`"]
+        for count in (7, 8):
+            needed = reached(engines, levels(setup), of_base[count])
+            row.append(_needed(needed, count, engines[0]))
+        rows.append(row)
+    head = [
+        f"engines for the goodput that `{base}` has",
+        *(f"with {count} ({of_base[count]:.3f})" for count in (7, 8)),
+    ]
+    return markdown(head, rows)
+
+
+def reached(
+    engines: Sequence[int], levels: Sequence[float], level: float
+) -> float | None:
+    """The number of engines at which `levels`, one for each number in `engines`, first
+    come to a level; None where they never do."""
+    if levels[0] >= level:
+        return float(engines[0])
+    known = list(zip(engines, levels, strict=True))
+    for (before, low), (after, high) in pairwise(known):
+        if high >= level:
+            return before + (after - before) * (level - low) / (high - low)
+    return None
+
+
+def _needed(engines: float | None, count: int, least: int) -> str:
+    if engines is None:
+        return f"more than {count}"
+    at_most = "at most " if engines == least else ""
+    saved = 1 - engines / count
+    return (
+        f"{at_most}{engines:.1f} ({abs(saved):.0%} {'fewer' if saved >= 0 else 'more'})"
+    )
+
+
 def printed(results: Results) -> str:
     """The study's figures beside ours."""
     rows = (
@@ -92,3 +144,7 @@ def verdict(claim: Claim, gain: float, error: float) -> str:
 def signed(gain: float, error: float) -> str:
     """A difference with its standard error."""
     return f"{gain:+.3f} ± {error:.3f}"
+
+
+#: Tables that only some exhibits have.
+MORE: dict[str, Callable[[Results], str]] = {"engines_saved": engines_saved}

@@ -10,6 +10,7 @@ from benchmarks.study.exhibit import METRICS, Exhibit, command_line
 from benchmarks.study.exhibits import EXHIBITS
 from benchmarks.study.page import reading
 from benchmarks.study.plots import PLOTS
+from benchmarks.study.tables import MORE
 from vllm_calrouter.calibration import load
 from vllm_calrouter.simulation.command import (
     Setup,
@@ -65,3 +66,4 @@ def test_what_the_study_prints_is_of_a_run_that_is_made(exhibit: Exhibit) -> Non
 def test_every_exhibit_is_spoken_of(exhibit: Exhibit) -> None:
     assert len(reading(exhibit.name)) > 100
     assert set(exhibit.plots) <= set(PLOTS)
+    assert set(exhibit.tables) <= set(MORE)

@@ -81,6 +81,14 @@ def test_gains_are_paired_with_the_first_setup() -> None:
 
 
 @pytest.mark.parametrize(
+    ("level", "engines"), [(0.3, 3.0), (0.5, 3.0), (0.6, 3.5), (0.8, 6.5), (0.95, None)]
+)
+def test_engines_that_a_goodput_takes(level: float, engines: float | None) -> None:
+    found = tables.reached([3, 4, 5, 8], [0.5, 0.7, 0.7, 0.9], level)
+    assert found == pytest.approx(engines)
+
+
+@pytest.mark.parametrize(
     ("printed", "ties", "gain", "error", "verdict"),
     [
         (0.05, False, 0.03, 0.01, "agrees"),
