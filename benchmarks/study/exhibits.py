@@ -32,7 +32,7 @@ MIXED: Options = {"workload": "mixed", "rate": 20}
 SATURATED: Options = {"workload": "mixed", "rate": 26}
 CHAT: Options = {"workload": "chat", "rate": 40}
 DOCUMENTS: Options = {"workload": "docs", "rate": 7}
-REASONING: Options = {"workload": "reasoning", "rate": 12}
+REASONING: Options = {"workload": "reasoning", "rate": 13}
 
 
 def _some(*names: str) -> dict[str, Options]:
@@ -57,6 +57,10 @@ def _calibration() -> dict[str, Options]:
 
 def _width(decode: int) -> Options:
     return {**MIXED, "decode": decode}
+
+
+def _few_slots(decode: int) -> Options:
+    return {"workload": "mixed", "rate": 15, "decode": decode, "max-num-seqs": 16}
 
 
 def _shape(prefill: int, decode: int) -> Options:
@@ -198,6 +202,41 @@ EXHIBITS: Sequence[Exhibit] = (
                 ROUND_ROBIN,
                 -0.002,
                 ties=True,
+            ),
+        ),
+        plots=("by_point",),
+    ),
+    Exhibit(
+        "scarce",
+        "Decode width where decode is scarce",
+        "Not in the study in this form: the same with 16 slots an engine instead of 64, "
+        "at 15 req/s, so that requests wait for decode and not for prefill. The printed "
+        "figures are those of the section above.",
+        {f"{n} decode": _few_slots(n) for n in (2, 3, 4, 6)},
+        _SWEPT,
+        printed=(
+            Printed("3 decode", PAPER, "goodput", 0.816),
+            Printed("4 decode", PAPER, "goodput", 0.864),
+            Printed("4 decode", LEAST, "goodput", 0.835),
+            Printed("6 decode", PAPER, "goodput", 0.858),
+        ),
+        claims=(
+            Claim("3: tie with JSQ", "3 decode", PAPER, LEAST, -0.006, ties=True),
+            Claim("4: the learned router leads JSQ", "4 decode", PAPER, LEAST, 0.029),
+            Claim(
+                "6: tie with round-robin",
+                "6 decode",
+                PAPER,
+                ROUND_ROBIN,
+                -0.002,
+                ties=True,
+            ),
+            Claim(
+                "starved (1 + 2 there), it collapses below round-robin",
+                "2 decode",
+                ROUND_ROBIN,
+                PAPER,
+                0.388,
             ),
         ),
         plots=("by_point",),
