@@ -213,7 +213,7 @@ EXHIBITS: Sequence[Exhibit] = (
         "at 15 req/s, so that requests wait for decode and not for prefill. The printed "
         "figures are those of the section above.",
         {f"{n} decode": _few_slots(n) for n in (2, 3, 4, 6)},
-        _SWEPT,
+        _some(ROUND_ROBIN, LEAST, PAPER, CALIBRATED, BEYOND),
         printed=(
             Printed("3 decode", PAPER, "goodput", 0.816),
             Printed("4 decode", PAPER, "goodput", 0.864),
@@ -313,10 +313,14 @@ EXHIBITS: Sequence[Exhibit] = (
     Exhibit(
         "ablation",
         "Which term does the work",
-        "Terms of the score switched off one at a time, at two loads. Without length "
-        "hints every output is taken to be 256 tokens long; without SLO no request "
-        "states its targets.",
-        {"20 req/s": MIXED, "26 req/s": SATURATED},
+        "Terms of the score switched off one at a time, at two loads as in the study and "
+        "where decode is scarce. Without length hints every output is taken to be 256 "
+        "tokens long; without SLO no request states its targets.",
+        {
+            "20 req/s": MIXED,
+            "26 req/s": SATURATED,
+            "16 slots, 15 req/s": _few_slots(4),
+        },
         {
             **_without(PAPER),
             **_without(CALIBRATED),
