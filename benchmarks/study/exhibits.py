@@ -209,9 +209,9 @@ EXHIBITS: Sequence[Exhibit] = (
     Exhibit(
         "scarce",
         "Decode width where decode is scarce",
-        "Not in the study in this form: the same with 16 slots an engine instead of 64, "
-        "at 15 req/s, so that requests wait for decode and not for prefill. The printed "
-        "figures are those of the section above.",
+        "Not in the study in this form: the same with 16 slots an engine instead of "
+        "64, at 15 req/s, so that requests wait for decode and not for prefill. The "
+        "printed figures are those of the section above.",
         {f"{n} decode": _few_slots(n) for n in (2, 3, 4, 6)},
         _some(ROUND_ROBIN, LEAST, PAPER, CALIBRATED, BEYOND),
         printed=(
@@ -313,9 +313,9 @@ EXHIBITS: Sequence[Exhibit] = (
     Exhibit(
         "ablation",
         "Which term does the work",
-        "Terms of the score switched off one at a time, at two loads as in the study and "
-        "where decode is scarce. Without length hints every output is taken to be 256 "
-        "tokens long; without SLO no request states its targets.",
+        "Terms of the score switched off one at a time, at two loads as in the study "
+        "and where decode is scarce. Without length hints every output is taken to be "
+        "256 tokens long; without SLO no request states its targets.",
         {
             "20 req/s": MIXED,
             "26 req/s": SATURATED,
