@@ -166,6 +166,11 @@ class Results:
             for seed in self.seeds
         ]
 
+    def options(self, point: str) -> list[dict[str, Any]]:
+        """What a point's runs have in common whatever their setup, by seed."""
+        common = {**PROTOCOL, **self._common, **self.exhibit.points[point]}
+        return [{**common, "seed": seed} for seed in self.seeds]
+
     def mean(self, point: str, setup: str, metric: str) -> float:
         """One of `METRICS` of a cell's runs."""
         return METRICS[metric](self.of(point, setup))

@@ -176,6 +176,7 @@ EXHIBITS: Sequence[Exhibit] = (
                 "reasoning: it leads round-robin", "reasoning", PAPER, ROUND_ROBIN, None
             ),
         ),
+        tables=("ceilings",),
         plots=("by_kind",),
     ),
     Exhibit(

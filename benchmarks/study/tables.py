@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from statistics import fmean
 
+from benchmarks.study.ceiling import ceiling
 from benchmarks.study.exhibit import Claim, Results
 
 #: Twice the standard error: less than that is called noise.
@@ -80,6 +82,21 @@ def engines_saved(results: Results) -> str:
     return markdown(head, rows)
 
 
+def ceilings(results: Results) -> str:
+    """Goodput of requests that never meet another one: no policy has more."""
+    points = list(results.exhibit.points)
+
+    def cell(point: str, early: bool) -> str:
+        options = results.options(point)
+        return f"{fmean(ceiling(one, early=early) for one in options):.3f}"
+
+    rows = [
+        [f"first token from {engine}", *(cell(point, early) for point in points)]
+        for engine, early in (("decode", False), ("prefill", True))
+    ]
+    return markdown(["in time if alone on the cluster", *points], rows)
+
+
 def reached(
     engines: Sequence[int], levels: Sequence[float], level: float
 ) -> float | None:
@@ -147,4 +164,7 @@ def signed(gain: float, error: float) -> str:
 
 
 #: Tables that only some exhibits have.
-MORE: dict[str, Callable[[Results], str]] = {"engines_saved": engines_saved}
+MORE: dict[str, Callable[[Results], str]] = {
+    "ceilings": ceilings,
+    "engines_saved": engines_saved,
+}

@@ -15,6 +15,7 @@ from benchmarks.study.measure import SHARES
 from benchmarks.study.page import write
 
 SEEDS = (1, 2)
+COMMON = {"duration": 5}
 
 
 def made_up(line: str) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def made_up(line: str) -> dict[str, Any]:
 
 
 def results() -> list[Results]:
-    return [Results(one, made_up, {}, SEEDS) for one in EXHIBITS]
+    return [Results(one, made_up, COMMON, SEEDS) for one in EXHIBITS]
 
 
 def written(folder: Path) -> dict[str, bytes]:
@@ -59,7 +60,7 @@ def test_the_same_runs_make_the_same_page_and_plots(tmp_path: Path) -> None:
 
 def test_another_figure_makes_another_page(tmp_path: Path) -> None:
     before = tables.goodput(results()[0])
-    mixed = Results(EXHIBITS[0], lambda line: made_up(line + "!"), {}, SEEDS)
+    mixed = Results(EXHIBITS[0], lambda line: made_up(line + "!"), COMMON, SEEDS)
     assert tables.goodput(mixed) != before
 
 
