@@ -51,8 +51,8 @@ def _grid(results: Results, what: str, cell: Callable[[str, str], str]) -> str:
         [f"`{setup}`", *(cell(point, setup) for point in points)]
         for setup in results.exhibit.setups
     )
-    head = [what] if len(points) == 1 else points
-    return markdown(["", *head] if len(points) == 1 else [what, *head], rows)
+    head = ["", what] if len(points) == 1 else [what, *points]
+    return markdown(head, rows)
 
 
 def engines_saved(results: Results) -> str:
@@ -126,7 +126,7 @@ def printed(results: Results) -> str:
     rows = (
         [
             f"{one.point}: `{one.setup}`, {one.metric}",
-            f"{one.value:.3f}" if "goodput" in one.metric else f"{one.value:.2f} s",
+            _shown(one.value, one.metric),
             _shown(results.mean(one.point, one.setup, one.metric), one.metric),
         ]
         for one in results.exhibit.printed
@@ -144,7 +144,8 @@ def claims(results: Results) -> str:
     for claim in results.exhibit.claims:
         gain = results.gain(claim.point, claim.setup, claim.other, claim.other_point)
         said = "" if claim.printed is None else f"{claim.printed:+.3f}"
-        rows.append([claim.says, said, signed(*gain), verdict(claim, *gain)])
+        sure = verdict(claim, *gain) if len(results.seeds) > 1 else "one trace"
+        rows.append([claim.says, said, signed(*gain), sure])
     return markdown(["the study says", "printed", "simulated", ""], rows)
 
 
