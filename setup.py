@@ -8,7 +8,16 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 
-HEADERS = ("costs", "ledger", "table", "price", "policy", "policies", "replay")
+HEADERS = (
+    "costs",
+    "ledger",
+    "table",
+    "prefixes",
+    "price",
+    "policy",
+    "policies",
+    "replay",
+)
 
 
 def version() -> str:

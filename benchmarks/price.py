@@ -89,6 +89,7 @@ class Request:
     slo_ttft_s: float = 0.0
     slo_tpot_s: float = 0.0
     now_s: float = 0.0
+    far: bool = False
 
 
 def excess_s(expected_s: float, target_s: float) -> float:
@@ -157,8 +158,14 @@ def terms(
         return price
     if serves == Phase.DECODE:
         transfers = m["waiting_remote"] + routers * decode["legs"]
-        per_token = costs.kv_bytes_per_token / costs.transfer_bytes_per_s
-        before = costs.transfer_base_s + per_token * (1.0 + transfers) * prompt
+        base_s, bytes_per_s = costs.transfer_base_s, costs.transfer_bytes_per_s
+        if request.far:
+            base_s, bytes_per_s = (
+                costs.far_transfer_base_s,
+                costs.far_transfer_bytes_per_s,
+            )
+        per_token = costs.kv_bytes_per_token / bytes_per_s
+        before = base_s + per_token * (1.0 + transfers) * prompt
         price["transfer_s"] = before
     else:
         before = own

@@ -75,12 +75,16 @@ void bind_costs(py::module_& m) {
                        double prefill_per_token_sq_s, double decode_base_s,
                        double decode_per_seq_s, double decode_per_context_token_s,
                        double transfer_base_s, double transfer_bytes_per_s,
-                       std::int64_t kv_bytes_per_token, std::int64_t kv_capacity_tokens) {
+                       std::int64_t kv_bytes_per_token, std::int64_t kv_capacity_tokens,
+                       std::optional<double> far_transfer_base_s,
+                       std::optional<double> far_transfer_bytes_per_s) {
              const Costs costs{prefill_base_s,     prefill_per_token_s,
                                prefill_per_token_sq_s, decode_base_s,
                                decode_per_seq_s,   decode_per_context_token_s,
                                transfer_base_s,    transfer_bytes_per_s,
-                               kv_bytes_per_token, kv_capacity_tokens};
+                               kv_bytes_per_token, kv_capacity_tokens,
+                               far_transfer_base_s.value_or(transfer_base_s),
+                               far_transfer_bytes_per_s.value_or(transfer_bytes_per_s)};
              costs.check();
              return costs;
            }),
@@ -88,7 +92,9 @@ void bind_costs(py::module_& m) {
            py::arg("prefill_per_token_sq_s"), py::arg("decode_base_s"),
            py::arg("decode_per_seq_s"), py::arg("decode_per_context_token_s"),
            py::arg("transfer_base_s"), py::arg("transfer_bytes_per_s"),
-           py::arg("kv_bytes_per_token"), py::arg("kv_capacity_tokens"))
+           py::arg("kv_bytes_per_token"), py::arg("kv_capacity_tokens"),
+           py::arg("far_transfer_base_s") = py::none(),
+           py::arg("far_transfer_bytes_per_s") = py::none())
       .def_readonly("prefill_base_s", &Costs::prefill_base_s)
       .def_readonly("prefill_per_token_s", &Costs::prefill_per_token_s)
       .def_readonly("prefill_per_token_sq_s", &Costs::prefill_per_token_sq_s)
@@ -98,7 +104,9 @@ void bind_costs(py::module_& m) {
       .def_readonly("transfer_base_s", &Costs::transfer_base_s)
       .def_readonly("transfer_bytes_per_s", &Costs::transfer_bytes_per_s)
       .def_readonly("kv_bytes_per_token", &Costs::kv_bytes_per_token)
-      .def_readonly("kv_capacity_tokens", &Costs::kv_capacity_tokens);
+      .def_readonly("kv_capacity_tokens", &Costs::kv_capacity_tokens)
+      .def_readonly("far_transfer_base_s", &Costs::far_transfer_base_s)
+      .def_readonly("far_transfer_bytes_per_s", &Costs::far_transfer_bytes_per_s);
 }
 
 bool hear(Table& table, std::int64_t rank, std::int64_t incarnation,
@@ -187,23 +195,67 @@ void bind_table(py::module_& m) {
           },
           py::arg("rank"), py::kw_only(), py::arg("max_num_seqs"),
           py::arg("max_num_batched_tokens"))
+      .def("set_host", &Table::set_host, py::arg("rank"), py::arg("host"))
       .def("report", &Table::report, py::arg("rank"), py::arg("waiting"),
            py::arg("running"), py::arg("kv_usage"));
   bind_ledger(table);
 }
 
+/// Token ids of a list, into a vector that is used again.
+void read_ids(const py::list& prompt, std::vector<std::int64_t>& ids) {
+  ids.clear();
+  ids.reserve(prompt.size());
+  for (const py::handle& id : prompt) {
+    ids.push_back(PyLong_AsLongLong(id.ptr()));
+    if (ids.back() == -1 && PyErr_Occurred()) throw py::error_already_set();
+  }
+}
+
+void bind_prefixes(py::module_& m) {
+  py::class_<Prefixes>(m, "Prefixes")
+      .def(py::init<std::size_t>(), py::arg("engines"))
+      .def(
+          "look",
+          [ids = std::vector<std::int64_t>()](Prefixes& p, const Table& table,
+                                              std::int64_t salt,
+                                              const py::list& prompt) mutable {
+            read_ids(prompt, ids);
+            p.look(table, static_cast<std::uint64_t>(salt), ids);
+          },
+          py::arg("table"), py::arg("salt"), py::arg("prompt"))
+      .def(
+          "keep",
+          [](Prefixes& p, const Table& table, std::int64_t rank) {
+            p.keep(table, rank, kv_capacity_tokens(table.engine(rank)));
+          },
+          py::arg("table"), py::arg("rank"))
+      .def(
+          "cached_tokens",
+          [](const Prefixes& p, std::size_t rank) {
+            if (rank >= p.engines()) throw py::index_error("no such engine");
+            return p.cached_tokens(rank);
+          },
+          py::arg("rank"))
+      .def("chunks", &Prefixes::chunks, py::arg("rank"))
+      .def("clear", &Prefixes::clear)
+      .def_property_readonly("engines", &Prefixes::engines);
+  m.attr("PREFIX_CHUNK_TOKENS") = Prefixes::kChunkTokens;
+}
+
 void bind_policy(py::module_& m) {
   const auto pick = [](Policy& p, Table& table, std::int64_t prompt, std::int64_t output,
                        std::int64_t cached, double slo_ttft_s, double slo_tpot_s,
-                       double now_s) {
-    return p.pick(table,
-                  Demand{prompt, output, cached, slo_ttft_s, slo_tpot_s, now_s});
+                       double now_s, std::int64_t source_rank,
+                       const Prefixes* prefixes) {
+    return p.pick(table, Demand{prompt, output, cached, slo_ttft_s, slo_tpot_s, now_s,
+                                source_rank, prefixes});
   };
   const auto decide = [pick](Policy& p, Table& table, std::int64_t prompt,
                              std::int64_t output, std::int64_t cached,
-                             double slo_ttft_s, double slo_tpot_s, double now_s) {
-    const std::size_t rank =
-        pick(p, table, prompt, output, cached, slo_ttft_s, slo_tpot_s, now_s);
+                             double slo_ttft_s, double slo_tpot_s, double now_s,
+                             std::int64_t source_rank, const Prefixes* prefixes) {
+    const std::size_t rank = pick(p, table, prompt, output, cached, slo_ttft_s,
+                                  slo_tpot_s, now_s, source_rank, prefixes);
     return py::make_tuple(rank, p.reason(), scores_of(p));
   };
   py::class_<Policy>(m, "Policy")
@@ -213,11 +265,13 @@ void bind_policy(py::module_& m) {
       .def("pick", pick, py::arg("table"), py::arg("prompt_tokens"),
            py::arg("output_tokens"), py::kw_only(), py::arg("cached_tokens") = 0,
            py::arg("slo_ttft_s") = 0.0, py::arg("slo_tpot_s") = 0.0,
-           py::arg("now_s") = 0.0)
+           py::arg("now_s") = 0.0, py::arg("source_rank") = Demand::kNowhere,
+           py::arg("prefixes") = py::none())
       .def("decide", decide, py::arg("table"), py::arg("prompt_tokens"),
            py::arg("output_tokens"), py::kw_only(), py::arg("cached_tokens") = 0,
            py::arg("slo_ttft_s") = 0.0, py::arg("slo_tpot_s") = 0.0,
-           py::arg("now_s") = 0.0)
+           py::arg("now_s") = 0.0, py::arg("source_rank") = Demand::kNowhere,
+           py::arg("prefixes") = py::none())
       .def("scores", &scores_of)
       .def("terms", &terms_of)
       .def("reason", &Policy::reason);
@@ -267,7 +321,9 @@ void bind_replay(py::module_& m) {
               item.cast<std::tuple<std::optional<py::dict>, std::int64_t, std::int64_t,
                                    double>>();
           Happening next;
-          next.demand = Demand{prompt, output, 0, 0.0, 0.0, now_s};
+          next.demand.prompt_tokens = prompt;
+          next.demand.output_tokens = output;
+          next.demand.now_s = now_s;
           if (heard) next.heard = {(*heard)["rank"].cast<std::int64_t>(), message_of(*heard)};
           happenings.push_back(next);
         }
@@ -288,6 +344,7 @@ PYBIND11_MODULE(_core, m) {
       .finalize();
   bind_costs(m);
   bind_table(m);
+  bind_prefixes(m);
   bind_policy(m);
   bind_replay(m);
   m.attr("POLICIES") = names_of(kPolicyNames);

@@ -20,6 +20,9 @@ struct Costs {
   double transfer_bytes_per_s = 0.0;
   std::int64_t kv_bytes_per_token = 0;
   std::int64_t kv_capacity_tokens = 0;
+  // Of a KV cache that comes from an engine on another host.
+  double far_transfer_base_s = 0.0;
+  double far_transfer_bytes_per_s = 0.0;
 
   /// c(P): seconds to prefill a prompt of which `tokens` are not cached.
   double prefill_s(double tokens) const {
@@ -46,6 +49,8 @@ struct Costs {
     require_not_negative("kv_bytes_per_token",
                          static_cast<double>(kv_bytes_per_token));
     require_positive("kv_capacity_tokens", static_cast<double>(kv_capacity_tokens));
+    require_not_negative("far_transfer_base_s", far_transfer_base_s);
+    require_positive("far_transfer_bytes_per_s", far_transfer_bytes_per_s);
     require_positive("the prefill of one token", prefill_s(1.0));
     require_positive("the decode step of one sequence", step_s(1.0, 1.0));
   }

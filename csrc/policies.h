@@ -279,8 +279,7 @@ class Calibrated final : public Pricing {
 
   Price terms(std::size_t place) const override {
     const Known& known = known_[scores_[place].rank - begin()];
-    return price_of(known.offer, serves_, weights_, demand_, known.silence_s,
-                    known.worked_s);
+    return price_at(known);
   }
 
  protected:
@@ -288,9 +287,7 @@ class Calibrated final : public Pricing {
     demand_ = demand;
     const double normal_s = table.patience().stale_s;
     return cheapest(table, demand.now_s, [&](std::size_t rank) {
-      const Known& known = look(table, rank, normal_s);
-      return total_s(price_of(known.offer, serves_, weights_, demand_, known.silence_s,
-                              known.worked_s));
+      return total_s(price_at(look(table, rank, normal_s)));
     });
   }
 
@@ -298,10 +295,13 @@ class Calibrated final : public Pricing {
   /// One engine as it was when last looked at.
   struct Known {
     std::uint64_t version = 0;
-    double silence_s = 0.0;
-    double worked_s = 0.0;
+    Moment now;
     Offer offer;
   };
+
+  Price price_at(const Known& known) const {
+    return price_of(known.offer, serves_, weights_, demand_, known.now);
+  }
 
   const Known& look(const Table& table, std::size_t rank, double normal_s) {
     Known& known = known_[rank - begin()];
@@ -315,8 +315,12 @@ class Calibrated final : public Pricing {
     const double since_s = demand_.now_s - pulse.heard_s;
     // An engine may be stuck in a step and still be heard: its step's age counts too.
     const double quiet_s = std::max(0.0, since_s) + pulse.step_age_s;
-    known.silence_s = std::max(0.0, quiet_s - normal_s);
-    known.worked_s = std::min(quiet_s, normal_s);
+    known.now.silence_s = std::max(0.0, quiet_s - normal_s);
+    known.now.worked_s = std::min(quiet_s, normal_s);
+    known.now.uncached_tokens = demand_.uncached_tokens(rank);
+    known.now.far = demand_.source_rank != Demand::kNowhere &&
+                table.host_at(static_cast<std::size_t>(demand_.source_rank)) !=
+                    table.host_at(rank);
     return known;
   }
 
@@ -344,7 +348,7 @@ class Paper final : public Pricing {
     return cheapest(table, demand.now_s, [&](std::size_t rank) {
       Price& price = prices_[rank - begin()];
       price = paper_price_of(table.engine_at(rank), table.account_at(rank), serves_,
-                             weights_, demand);
+                             weights_, demand, demand.uncached_tokens(rank));
       return total_s(price);
     });
   }

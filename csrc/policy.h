@@ -41,6 +41,11 @@ class Policy {
         demand.output_tokens < 0)
       throw std::invalid_argument("a request's tokens must be at least 0, and no more "
                                   "cached than there are in the prompt");
+    if (demand.source_rank < Demand::kNowhere ||
+        demand.source_rank >= static_cast<std::int64_t>(table.engines()))
+      throw std::out_of_range("source_rank is no engine of the table");
+    if (demand.prefixes && demand.prefixes->engines() != table.engines())
+      throw std::invalid_argument("the prefixes are of other engines");
     scores_.clear();
     return choose(table, demand);
   }

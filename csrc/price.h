@@ -9,6 +9,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "prefixes.h"
 #include "table.h"
 
 namespace calrouter {
@@ -18,10 +19,28 @@ namespace calrouter {
 struct Demand {
   std::int64_t prompt_tokens = 0;
   std::int64_t output_tokens = 0;  // predicted
-  std::int64_t cached_tokens = 0;  // of the prompt, on the engine already
+  std::int64_t cached_tokens = 0;  // of the prompt, on every engine already
   double slo_ttft_s = 0.0;
   double slo_tpot_s = 0.0;
   double now_s = 0.0;
+  std::int64_t source_rank = kNowhere;  // the engine that has its KV cache
+  const Prefixes* prefixes = nullptr;   // what is cached where; instead of the above
+
+  static constexpr std::int64_t kNowhere = -1;
+
+  /// Tokens of the prompt that an engine has to compute.
+  double uncached_tokens(std::size_t rank) const {
+    const std::int64_t cached = prefixes ? prefixes->cached_tokens(rank) : cached_tokens;
+    return static_cast<double>(prompt_tokens - cached);
+  }
+};
+
+/// What a request meets on an engine at this moment.
+struct Moment {
+  double silence_s = 0.0;  // beyond what is normal
+  double worked_s = 0.0;   // how long the engine has been at what it told of
+  double uncached_tokens = 0.0;
+  bool far = false;        // its KV cache comes from another host
 };
 
 enum Term : std::size_t {
@@ -73,8 +92,8 @@ struct Offer {
   double prefill_base_s = 0.0;
   double prefill_per_token_s = 0.0;
   double prefill_per_token_sq_s = 0.0;
-  double transfer_base_s = 0.0;
-  double transfer_per_token_s = 0.0;
+  double transfer_base_s[2] = {0.0, 0.0};       // on one host, between two
+  double transfer_per_token_s[2] = {0.0, 0.0};
   double step_base_s = 0.0;               // of a step of n sequences without context
   double step_per_context_token_s = 0.0;
   double context_tokens = 0.0;            // C
@@ -150,9 +169,12 @@ inline Offer offer_of(const Engine& engine, const Account& own, Serves serves,
   offer.prefill_base_s = costs.prefill_base_s;
   offer.prefill_per_token_s = costs.prefill_per_token_s;
   offer.prefill_per_token_sq_s = costs.prefill_per_token_sq_s;
-  offer.transfer_base_s = costs.transfer_base_s;
-  offer.transfer_per_token_s = number(costs.kv_bytes_per_token) /
-                               costs.transfer_bytes_per_s * (1.0 + transfers);
+  const double bytes = number(costs.kv_bytes_per_token);
+  const double sharing = 1.0 + transfers;
+  offer.transfer_base_s[0] = costs.transfer_base_s;
+  offer.transfer_per_token_s[0] = bytes / costs.transfer_bytes_per_s * sharing;
+  offer.transfer_base_s[1] = costs.far_transfer_base_s;
+  offer.transfer_per_token_s[1] = bytes / costs.far_transfer_bytes_per_s * sharing;
   offer.step_base_s = costs.decode_base_s + costs.decode_per_seq_s * batch;
   offer.step_per_context_token_s = costs.decode_per_context_token_s;
   offer.context_tokens =
@@ -172,9 +194,10 @@ inline double excess_s(double expected_s, double target_s) {
 }
 
 inline void price_prefill(const Offer& offer, const Demand& demand,
-                          const Weights& weights, double backlog_s, Price& price) {
+                          const Weights& weights, double uncached_tokens,
+                          double backlog_s, Price& price) {
   const double prompt = number(demand.prompt_tokens);
-  const double own = offer.prefill_s(prompt - number(demand.cached_tokens));
+  const double own = offer.prefill_s(uncached_tokens);
   const double kv_use = (offer.kv_tokens + prompt) * offer.kv_use_per_token;
   // What does not fit takes at least as long to go as it would take to compute.
   const double overflow_tokens =
@@ -210,25 +233,24 @@ inline void price_decode(const Offer& offer, const Demand& demand,
 
 /// The price of one engine's part in serving a request. `silence_s` beyond what is
 /// normal counts in full: who was not heard of for so long may stay stuck as long again.
-/// `worked_s`: how long the engine has been at what it told of.
 inline Price price_of(const Offer& offer, Serves serves, const Weights& weights,
-                      const Demand& demand, double silence_s, double worked_s) {
+                      const Demand& demand, const Moment& now) {
   Price price{};
   const double backlog_s =
-      std::max(0.0, offer.told_backlog_s - worked_s) + offer.unseen_backlog_s;
+      std::max(0.0, offer.told_backlog_s - now.worked_s) + offer.unseen_backlog_s;
   price[kPrefillBacklog] = backlog_s;
-  price[kSilence] = silence_s;
+  price[kSilence] = now.silence_s;
   if (serves == Serves::Prefill) {
-    price_prefill(offer, demand, weights, backlog_s, price);
+    price_prefill(offer, demand, weights, now.uncached_tokens, backlog_s, price);
     return price;
   }
   double before_s = 0.0;
   if (serves == Serves::Decode) {
-    before_s = offer.transfer_base_s +
-               offer.transfer_per_token_s * number(demand.prompt_tokens);
+    before_s = offer.transfer_base_s[now.far] +
+               offer.transfer_per_token_s[now.far] * number(demand.prompt_tokens);
     price[kTransfer] = before_s;
   } else {
-    before_s = offer.prefill_s(number(demand.prompt_tokens - demand.cached_tokens));
+    before_s = offer.prefill_s(now.uncached_tokens);
     price[kPrefillOwn] = before_s;
   }
   price_decode(offer, demand, weights, backlog_s + before_s, price);
@@ -238,10 +260,10 @@ inline Price price_of(const Offer& offer, Serves serves, const Weights& weights,
 /// The study's score in the same terms, as docs/pricing.md reads it. Its backlog is this
 /// router's own open bookings, each in full until it ends.
 inline Price paper_price_of(const Engine& engine, const Account& own, Serves serves,
-                            const Weights& weights, const Demand& demand) {
+                            const Weights& weights, const Demand& demand,
+                            double uncached) {
   Price price{};
   const Costs& costs = engine.costs;
-  const double uncached = number(demand.prompt_tokens - demand.cached_tokens);
   double kv_tokens = number(demand.prompt_tokens);
   if (serves != Serves::Decode) {
     for (std::size_t phase = 0; phase < (serves == Serves::Both ? 2 : 1); ++phase) {

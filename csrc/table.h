@@ -59,6 +59,7 @@ struct Pulse {
   double heard_s = kNever;
   double step_age_s = 0.0;
   bool has_costs = false;
+  std::int32_t host = 0;  // engines of one number share a host
 
   static constexpr double kNever = std::numeric_limits<double>::infinity();
   bool was_heard() const { return heard_s != kNever; }
@@ -111,6 +112,7 @@ class Table {
   const Engine& engine_at(std::size_t rank) const { return engines_[rank]; }
   const Account& account_at(std::size_t rank) const { return ledger_.account(rank); }
   const Pulse& pulse_at(std::size_t rank) const { return pulses_[rank]; }
+  std::int32_t host_at(std::size_t rank) const { return pulses_[rank].host; }
 
   /// Seconds since an engine's last message; infinite when there was none.
   double silence_s(std::int64_t rank, double now_s) const {
@@ -187,6 +189,11 @@ class Table {
     limits.check();
     engines_[index].limits = limits;
     pulses_[index].changed();
+  }
+
+  /// Says on which host an engine runs; all are on one until this is said.
+  void set_host(std::int64_t rank, std::int32_t host) {
+    pulses_[checked(rank)].host = host;
   }
 
   void report(std::int64_t rank, std::int64_t waiting, std::int64_t running,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import zmq
 
 from vllm_calrouter import transport
 from vllm_calrouter.options import OptionError
@@ -80,6 +81,18 @@ def test_ports_are_tried_before_models_are_loaded() -> None:
         # Rank 1's port is another host's.
         transport.check_free(f"tcp://127.0.0.1:{port - 1}", range(1))
     transport.check_free("ipc", range(2))
+
+
+def test_a_folder_of_a_server_that_runs_is_refused(tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}"
+    transport.check_free(address, range(2))
+    with zmq.Context() as context, context.socket(zmq.PUB) as engine:
+        engine.bind(transport.endpoint(address, 1))
+        with pytest.raises(OptionError, match=r"in use by another server \(engine 1\)"):
+            transport.check_free(address, range(2))
+        # Rank 1 is another launch's.
+        transport.check_free(address, range(1))
+    transport.check_free(address, range(2))
 
 
 def test_an_address_of_another_machine_is_refused() -> None:

@@ -25,7 +25,11 @@ class Costs:
         transfer_bytes_per_s: float,
         kv_bytes_per_token: int,
         kv_capacity_tokens: int,
-    ) -> None: ...
+        far_transfer_base_s: float | None = None,
+        far_transfer_bytes_per_s: float | None = None,
+    ) -> None:
+        """Of a transfer between hosts, None: as within one."""
+
     @property
     def prefill_base_s(self) -> float: ...
     @property
@@ -46,6 +50,10 @@ class Costs:
     def kv_bytes_per_token(self) -> int: ...
     @property
     def kv_capacity_tokens(self) -> int: ...
+    @property
+    def far_transfer_base_s(self) -> float: ...
+    @property
+    def far_transfer_bytes_per_s(self) -> float: ...
 
 class Heard(TypedDict):
     """An engine's last message, in tokens, sequences and blocks."""
@@ -180,6 +188,9 @@ class Table:
         Raises ValueError when one is below 1.
         """
 
+    def set_host(self, rank: int, host: int) -> None:
+        """Engines of one number share a host; all do until this is said."""
+
     def report(self, rank: int, waiting: int, running: int, kv_usage: float) -> None:
         """Take over vLLM's counts of an engine: requests, requests, KV fraction."""
 
@@ -194,6 +205,32 @@ class Table:
     def open_bookings(self) -> int: ...
     def is_idle(self) -> bool:
         """No booking is open and every counter is exactly zero."""
+
+class Prefixes:
+    """What engines' prefix caches are likely to hold, by the prompts sent there.
+
+    Prompts are told apart by chunks of `PREFIX_CHUNK_TOKENS`. Of an engine the least
+    recently used are forgotten where they exceed its KV cache, and all when it tells of
+    another incarnation. Methods raise ValueError for a table of other engines.
+    """
+
+    def __init__(self, engines: int) -> None: ...
+    @property
+    def engines(self) -> int: ...
+    def look(self, table: Table, salt: int, prompt: list[int]) -> None:
+        """Look a prompt up; `salt` stands for all else by which caches tell apart."""
+
+    def cached_tokens(self, rank: int) -> int:
+        """Of the prompt looked up last, tokens that an engine need not compute."""
+
+    def keep(self, table: Table, rank: int) -> None:
+        """The prompt looked up last goes to this engine."""
+
+    def chunks(self, rank: int) -> int:
+        """Chunks remembered of an engine."""
+
+    def clear(self) -> None:
+        """Forget all."""
 
 class Policy:
     """Picks one of the ranks [begin, end); made by `make_policy`."""
@@ -214,6 +251,8 @@ class Policy:
         slo_ttft_s: float = 0.0,
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
+        source_rank: int = -1,
+        prefixes: Prefixes | None = None,
     ) -> int:
         """A rank for a request of this size (output predicted).
 
@@ -223,10 +262,13 @@ class Policy:
                 overdue.
             slo_tpot_s: seconds between tokens; 0: no target.
             now_s: on the clock of `Table.hear`; by default no engine counts as silent.
+            source_rank: the engine that has its KV cache; -1: none, or unknown.
+            prefixes: has looked the prompt up; says instead of `cached_tokens` how much
+                of it each engine has.
 
-        Raises IndexError when the pool exceeds the table, ValueError when tokens are
-        below 0 or more are cached than there are, RuntimeError when a pricing policy
-        meets an engine without costs.
+        Raises IndexError when the pool or `source_rank` exceeds the table, ValueError
+        when tokens are below 0, more are cached than there are or `prefixes` are of
+        other engines, RuntimeError when a pricing policy meets an engine without costs.
         """
 
     def decide(
@@ -239,6 +281,8 @@ class Policy:
         slo_ttft_s: float = 0.0,
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
+        source_rank: int = -1,
+        prefixes: Prefixes | None = None,
     ) -> tuple[int, str, tuple[tuple[int, float], ...]]:
         """`pick`, `reason` and `scores` in one call."""
 
@@ -306,5 +350,6 @@ def replay(
     Returns the picked pairs, and the seconds each pair of picks took.
     """
 
+PREFIX_CHUNK_TOKENS: int
 POLICIES: tuple[str, ...]
 TERMS: tuple[str, ...]

@@ -37,6 +37,7 @@ _POLICY_KEYS = {
     "long_share": ("length_threshold",),
     "seed": ("power_of_two",),
     "calibration": opt.PRICING_POLICIES,
+    "prefix_aware": opt.PRICING_POLICIES,
 }
 
 #: Keys that mean something only where prefill has engines of its own.
@@ -258,7 +259,8 @@ def _check_telemetry_free(options: RouterOptions, launch: Launch) -> None:
     from vllm_calrouter import transport
 
     address = options.telemetry
-    if not address.startswith("tcp://"):
+    # This launch's own folder is new.
+    if address in (transport.OFF, transport.IPC):
         return
     address = transport.located(address)
     transport.check_free(address, launch.ranks)

@@ -78,6 +78,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slot_weight: _Weight = 1.0
     kv_weight: _Weight = 1.0
     slo_weight: _Weight = 1.0
+    prefix_aware: bool = True
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
     first_token: bool = True
@@ -92,6 +93,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_max_num_batched_tokens: _Count | None = None
     decode_max_num_seqs: _Count | None = None
     decode_max_num_batched_tokens: _Count | None = None
+    admission: Annotated[float, Meta(gt=0, le=1000)] | None = None
     slo_classes: dict[str, SloClass] = {}
     default_slo: str | None = None
     defaults: dict[str, ModelDefaults] = {}
@@ -114,6 +116,11 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         }
         return {name: value for name, value in limits.items() if value is not None}
 
+    @property
+    def listens(self) -> bool:
+        """Whether a router acts on what engines tell of themselves."""
+        return self.policy in PRICING_POLICIES or self.admission is not None
+
     def order_of(self, role: Literal["prefill", "decode", "both"]) -> str:
         """In which order the engines of a role serve what waits."""
         return self.decode_order if role == "decode" else self.order
@@ -130,6 +137,8 @@ HELP = {
     "price; 0: not at all (docs/pricing.md).",
     "kv_weight": "calibrated, paper: the same of its KV cache after admission.",
     "slo_weight": "calibrated, paper: the same of a target that would be missed.",
+    "prefix_aware": "calibrated, paper: on or off: expect an engine to have cached the "
+    "prompts that this router sent there, and price only what it has to compute.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "
@@ -154,6 +163,9 @@ HELP = {
     "prefill_max_num_batched_tokens": "max_num_batched_tokens of the prefill engines.",
     "decode_max_num_seqs": "max_num_seqs of the decode engines.",
     "decode_max_num_batched_tokens": "max_num_batched_tokens of the decode engines.",
+    "admission": "Answer 429 with Retry-After to a request that would wait longer than "
+    "so many times its TTFT target before an engine begins with it. Not given: all are "
+    "let in.",
     "slo_classes": "Latency targets by class, which vllm_xargs.slo names: "
     '{"tight": {"ttft_ms": 175, "tpot_ms": 40}}.',
     "default_slo": "Class of requests that name none and state no targets.",

@@ -68,8 +68,10 @@ def check_free(address: str, ranks: range) -> None:
         ranks: those that will bind it on this host.
 
     Raises:
-        OptionError: a port is in use, or the host is not this machine.
+        OptionError: a port or socket is in use, or the host is not this machine.
     """
+    if address.startswith(_IPC_URL):
+        _check_unused(address, ranks)
     if not address.startswith("tcp://"):
         return
     host, first = _host_and_port(address)
@@ -202,6 +204,23 @@ def _check_folder(address: str) -> None:
             f"{_OPTION} {address} cannot be used ({(error.strerror or '').lower()}): "
             f"name a folder of yours with mode 700, or write {IPC}"
         ) from None
+
+
+def _check_unused(address: str, ranks: range) -> None:
+    """Raise OptionError where a server that runs has one of these ranks' sockets: to
+    bind it again would take its routers away from it."""
+    for rank in ranks:
+        path = endpoint(address, rank).removeprefix(_IPC_URL)
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(path)
+            except OSError:
+                # Not there, or left behind.
+                continue
+        raise OptionError(
+            f"{_OPTION} {address} is in use by another server (engine {rank}): name a "
+            f"folder of its own for each, or write {IPC}"
+        )
 
 
 def _check_length(folder: str) -> None:

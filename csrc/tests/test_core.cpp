@@ -139,6 +139,7 @@ Costs some_costs() {
   costs.decode_per_seq_s = 1e-4;
   costs.decode_per_context_token_s = 1e-8;
   costs.transfer_bytes_per_s = 1e10;
+  costs.far_transfer_bytes_per_s = 1e9;
   costs.kv_bytes_per_token = 36864;
   costs.kv_capacity_tokens = 60000;
   return costs;

@@ -62,7 +62,8 @@ def test_the_shipped_a40_gives_back_the_printed_figures() -> None:
     assert (tight.ttft_s, tight.tpot_s) == (0.175, 0.0397)
     assert loose.ttft_s == pytest.approx(3 * tight.ttft_s)
     assert loose.tpot_s == pytest.approx(3 * tight.tpot_s)
-    assert set(profile.notes) == set(EngineCosts.__struct_fields__)
+    measured = {name for name in EngineCosts.__struct_fields__ if "far" not in name}
+    assert set(profile.notes) == measured
 
 
 def test_every_shipped_profile_loads() -> None:

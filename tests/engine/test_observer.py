@@ -651,6 +651,22 @@ def test_the_scheduler_does_what_it_does_unobserved(config: VllmConfig) -> None:
     assert steps(observe=True) == steps(observe=False)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_after_a_fault_all_is_counted_again(engine: Engine, seed: int) -> None:
+    story = Story(engine, seed)
+    for number, _ in enumerate(story.tell(250)):
+        if number % 20 == 19:
+            engine.now_s += 100.0
+            engine.observer._fresh.clear()
+            engine.observer._held["gone"] = 7
+            engine.observer._prefilling.clear()
+            engine.scheduler._note("something_that_no_observer_does")
+        check(engine)
+        assert engine.observer.message().seen == story.bookings
+        assert set(engine.observer._predicted) <= set(engine.scheduler.requests)
+    assert engine.observer.message().steps > 0
+
+
 def test_a_fault_in_the_observer_costs_no_request(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

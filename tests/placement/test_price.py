@@ -17,6 +17,12 @@ from vllm_calrouter._core import TERMS, Costs, Phase, Policy, Table, make_policy
 
 SERVES = (Phase.PREFILL, Phase.DECODE, None)
 _NAMES = [name for name in dir(Costs) if not name.startswith("_")]
+#: With a slow link between hosts.
+A40_FAR = Costs(
+    **{name: getattr(A40_QWEN_3B, name) for name in _NAMES if "far" not in name},
+    far_transfer_base_s=0.005,
+    far_transfer_bytes_per_s=1.25e9,
+)
 _BLOCKS = A40_QWEN_3B.kv_capacity_tokens // 16
 
 
@@ -24,7 +30,7 @@ def scaled(costs: Costs, factor: float) -> Costs:
     """An engine on which all takes `factor` times as long."""
     values = {name: getattr(costs, name) for name in _NAMES}
     for name in values:
-        if name == "transfer_bytes_per_s":
+        if name.endswith("transfer_bytes_per_s"):
             values[name] /= factor
         elif name.endswith("_s"):
             values[name] *= factor
@@ -109,8 +115,8 @@ bookings = st.lists(
     max_size=5,
 )
 requests = st.builds(
-    lambda prompt, output, cached, ttft, tpot, now: Request(
-        prompt, output, min(prompt, cached), ttft, tpot, now
+    lambda prompt, output, cached, ttft, tpot, now, far: Request(
+        prompt, output, min(prompt, cached), ttft, tpot, now, far
     ),
     st.integers(0, 20_000),
     st.integers(0, 4000),
@@ -118,6 +124,7 @@ requests = st.builds(
     st.floats(-2, 2),
     st.floats(0, 0.1),
     st.floats(0, 30),
+    st.booleans(),
 )
 
 
@@ -137,8 +144,9 @@ def test_the_price_is_what_the_docs_define(
     routers: int,
     slots: int,
 ) -> None:
-    table = a_table(A40_QWEN_3B, slots=slots)
-    state = State(A40_QWEN_3B, max_num_seqs=slots)
+    table = a_table(A40_FAR, A40_FAR, slots=slots)
+    table.set_host(1, 1)
+    state = State(A40_FAR, max_num_seqs=slots)
     if told is not None:
         table.hear(0, **told)
         state.hear(told)
@@ -160,12 +168,36 @@ def test_the_price_is_what_the_docs_define(
         slo_ttft_s=request.slo_ttft_s,
         slo_tpot_s=request.slo_tpot_s,
         now_s=request.now_s,
+        source_rank=1 if request.far else 0,
     )
     defined = terms(state, request, serves, routers=routers)
     got = policy.terms()[0]
     assert tuple(got) == TERMS
     assert got == {name: defined.get(name, 0.0) for name in TERMS}
     assert policy.scores() == ((0, total_s(defined)),)
+
+
+def test_of_equal_engines_the_one_on_the_same_host_reads_sooner() -> None:
+    table = a_table(*[A40_FAR] * 4)
+    for rank in (1, 3):
+        table.set_host(rank, 1)
+    policy = make_policy("calibrated", 2, 4, serves=Phase.DECODE)
+    for source in (0, 1):
+        assert policy.pick(table, 2000, 100, source_rank=source) == 2 + source
+    # Nowhere to read from, and nothing to tell them apart.
+    assert {policy.pick(table, 2000, 100) for _ in range(2)} == {2, 3}
+
+
+@pytest.mark.parametrize("rank", [-2, 2])
+def test_the_source_of_a_kv_cache_must_be_an_engine(rank: int) -> None:
+    policy = make_policy("calibrated", 0, 2)
+    with pytest.raises(IndexError, match="source_rank"):
+        policy.pick(a_table(A40_FAR, A40_FAR), 10, 10, source_rank=rank)
+
+
+def test_without_constants_of_its_own_far_is_as_near() -> None:
+    assert A40_QWEN_3B.far_transfer_base_s == A40_QWEN_3B.transfer_base_s
+    assert A40_QWEN_3B.far_transfer_bytes_per_s == A40_QWEN_3B.transfer_bytes_per_s
 
 
 @given(

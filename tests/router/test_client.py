@@ -10,6 +10,7 @@ import pytest
 
 from vllm_calrouter.engine.scheduler import introduce
 from vllm_calrouter.options import OptionError, RouterOptions
+from vllm_calrouter.placement import Placer, Pools
 from vllm_calrouter.router import client as module
 from vllm_calrouter.router.client import RouterClient
 
@@ -20,7 +21,8 @@ class Client(RouterClient):
     """The router's client without vLLM's sockets: `answers` are the engines'."""
 
     def __init__(self, answers: Any) -> None:
-        self.router: Any = SimpleNamespace(options=OPTIONS)
+        placer = Placer(OPTIONS, Pools(2, 1))
+        self.router: Any = SimpleNamespace(options=OPTIONS, placer=placer)
         self.answers = answers
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:

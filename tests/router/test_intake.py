@@ -12,7 +12,7 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -22,6 +22,7 @@ from vllm.sampling_params import SamplingParams
 from tests.router.requests import request as engine_request
 from vllm_calrouter.options import parse
 from vllm_calrouter.router import intake
+from vllm_calrouter.router.admission import RefusedError
 
 TTFT = "x-llm-d-slo-ttft-ms"
 TPOT = "x-llm-d-slo-tpot-ms"
@@ -30,6 +31,7 @@ TPOT = "x-llm-d-slo-tpot-ms"
 @pytest.fixture(autouse=True)
 def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(intake, "_rules", None)
+    monkeypatch.setattr(intake, "_admit", None)
     intake.activate(parse({"slo_classes": {"tight": {"ttft_ms": 175}}}))
     token = intake._headers.set(None)
     yield
@@ -175,6 +177,56 @@ def test_without_a_router_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> No
     with_headers(ttft="fast")
     assert "calrouter" not in told(completion(vllm_xargs={"slo": "none such"}))
     assert passed(extra_args={"slo_ttft_ms": -1}) == {"slo_ttft_ms": -1}
+
+
+def no_tight_ones(wishes: Any) -> None:
+    if wishes.slo == "tight":
+        raise RefusedError(7.2, 3.0)
+
+
+def test_a_request_is_let_in_or_not_by_its_wishes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    monkeypatch.setattr(intake, "_admit", asked.append)
+    extra = told(completion(vllm_xargs={"slo": "tight"}))
+    # Once: who has a body was let in by it.
+    passed(extra_args=extra)
+    passed(extra_args={"slo_ttft_ms": 70})
+    assert [wishes.ttft_s for wishes in asked] == [0.175, 0.07]
+    intake.guard(no_tight_ones)
+    with pytest.raises(RefusedError):
+        told(completion(vllm_xargs={"slo": "tight"}))
+    with pytest.raises(RefusedError):
+        passed(extra_args={"slo": "tight"})
+    told(completion())
+
+
+async def test_a_refused_client_is_told_when_to_ask_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(intake, "_admit", no_tight_ones)
+    app = FastAPI()
+
+    @app.get("/{slo}")
+    async def route(slo: str) -> Any:
+        try:
+            told(completion(vllm_xargs={"slo": slo} if slo == "tight" else None))
+        except RefusedError as error:
+            return JSONResponse(str(error), status_code=error.http_status)
+        return "in"
+
+    app.add_middleware(intake.SloHeaders)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        for slo, status, retry in (
+            ("tight", 429, "5"),
+            ("none", 200, None),
+            ("tight", 429, "5"),
+        ):
+            answer = await http.get(f"/{slo}")
+            assert answer.status_code == status
+            assert answer.headers.get("retry-after") == retry
 
 
 def make_app() -> FastAPI:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.metrics.stats import PrefillStats
 
 from tests.router.requests import KV, answer, prefilled, request, token
 from vllm_calrouter._core import Phase
+from vllm_calrouter.calibration import load
 from vllm_calrouter.options import RouterOptions, SloClass
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
@@ -79,6 +82,20 @@ def test_a_choice_is_made_from_the_freshest_figures() -> None:
     router.begin(request())
     router.answered(answer(prefilled("r")))
     assert asked == ["p", "p"]
+
+
+def test_decode_stays_on_the_host_of_its_prefill_where_another_is_far() -> None:
+    costs = msgspec.structs.replace(
+        load("a40-qwen2.5-3b").costs, far_transfer_bytes_per_s=1e9
+    )
+    options = RouterOptions(policy="calibrated", prefill=2)
+    router = Router(options, 6, costs=[costs] * 6)
+    hosts = ["one", "other", "other", "one", "other", "one"]
+    router.placer.place_on(hosts)
+    for name in "abcdefgh":
+        first = router.begin(request(name, prompt=1000))
+        (second,) = router.answered(answer(prefilled(name)))
+        assert hosts[first.data_parallel_rank] == hosts[second.data_parallel_rank]
 
 
 def test_a_client_that_leaves_during_prefill_frees_the_cache_at_once() -> None:
@@ -181,13 +198,46 @@ def test_what_the_prompt_cost_is_told_from_where_it_ran() -> None:
     router = split_router()
     router.begin(request())
     first = prefilled("r")
-    first.prefill_stats = "where it ran"
+    where_it_ran = PrefillStats(num_prompt_tokens=10, num_local_cached_tokens=4)
+    first.prefill_stats = where_it_ran
     router.answered(answer(first))
     later = token("r")
-    later.prefill_stats = "where it was read"
+    later.prefill_stats = PrefillStats(num_prompt_tokens=10)
     outputs = answer(later)
     router.answered(outputs)
-    assert outputs.outputs[0].prefill_stats == "where it ran"
+    assert outputs.outputs[0].prefill_stats is where_it_ran
+    (record,) = router.decisions(1, "user-r")
+    assert record["cached_tokens"] == 4
+
+
+@pytest.mark.parametrize("prefill", [0, 2])
+def test_a_prompt_goes_where_it_is_expected_to_be_cached(prefill: int) -> None:
+    router = Router(RouterOptions(policy="calibrated", prefill=prefill), 6)
+    router.metrics = RouterMetrics(registry := CollectorRegistry())
+    for name in "ab":
+        leg = router.begin(request(name, prompt=200))
+        answered = prefilled(name) if prefill else token(name)
+        answered.prefill_stats = PrefillStats(num_local_cached_tokens=176)
+        router.answered(answer(answered))
+        router.answered(answer(token(name, FinishReason.STOP)))
+    first, second = router.decisions(2)
+    ranks = [record["decisions"][0]["rank"] for record in (first, second)]
+    assert ranks == [leg.data_parallel_rank] * 2
+    assert first["expected_cached_tokens"] == 0
+    assert second["expected_cached_tokens"] == 192
+    name = "vllm:calrouter_cached_prompt_tokens_total"
+    assert registry.get_sample_value(name, {"by": "router"}) == 192
+    assert registry.get_sample_value(name, {"by": "engine"}) == 2 * 176
+
+
+def test_prompts_that_caches_know_by_more_than_their_tokens_are_not_guessed() -> None:
+    router = Router(RouterOptions(policy="calibrated"), 6)
+    for name in "ab":
+        router.begin(request(name, prompt=200, mm_features=["a picture"]))
+    for name in "cd":
+        router.begin(request(name, prompt=200, cache_salt=name))
+    told = [router.decisions(1, f"user-{name}")[0] for name in "abcd"]
+    assert [record["expected_cached_tokens"] for record in told] == [0] * 4
 
 
 def test_a_client_that_leaves_while_others_legs_are_sent_frees_the_cache() -> None:

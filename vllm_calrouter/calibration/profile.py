@@ -42,6 +42,8 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "transfer_bytes_per_s": (1.0, 1e15),
     "kv_bytes_per_token": (1, 10**9),
     "kv_capacity_tokens": (16, 10**11),
+    "far_transfer_base_s": (0.0, 60.0),
+    "far_transfer_bytes_per_s": (1.0, 1e15),
 }
 
 
@@ -55,7 +57,8 @@ class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `decode_base_s + decode_per_seq_s * n + decode_per_context_token_s * C`.
 
     Transfer of the KV cache of P tokens:
-    `transfer_base_s + P * kv_bytes_per_token / transfer_bytes_per_s`.
+    `transfer_base_s + P * kv_bytes_per_token / transfer_bytes_per_s`, and with the
+    constants of `far_transfer` where it comes from another host (None: the same).
 
     Raises ValueError for a constant that is not finite or outside its bounds.
     """
@@ -70,10 +73,13 @@ class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transfer_bytes_per_s: float
     kv_bytes_per_token: int
     kv_capacity_tokens: int
+    far_transfer_base_s: float | None = None
+    far_transfer_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in _BOUNDS.items():
-            _check(name, getattr(self, name), low, high)
+            if (value := getattr(self, name)) is not None:
+                _check(name, value, low, high)
 
     def prefill_s(self, tokens: int) -> float:
         """Seconds to prefill `tokens` uncached prompt tokens alone, in one step."""

@@ -36,6 +36,10 @@ logger = init_logger("vllm.calrouter")
 #: Where nothing changes but that sequences grow, an engine tells it this often only.
 QUIET_S = 0.025
 
+#: After so many faults, each within so many seconds of the last, nothing is told.
+_MOST_FAULTS = 3
+_FAULTS_APART_S = 60.0
+
 _LONGEST_UID = 64
 #: Below all that is ever computed, also of who has output in flight from before.
 _NO_TARGET = -(1 << 62)
@@ -114,12 +118,15 @@ class Observer:
         self._recent_transfers: deque[Transfer] = deque(maxlen=MOST_TIMINGS)
         self._steps = 0
         self._recent_steps: deque[StepTiming] = deque(maxlen=MOST_TIMINGS)
-        self._under_way: deque[tuple[int, int, int, int]] = deque()
+        #: Shapes of the steps that are being computed, by the identity of their output.
+        self._under_way: dict[int, tuple[int, int, int, int]] = {}
         self._began_s = 0.0
         self._busy = False
         #: Whether anything but growth happened since the last message, and its time.
         self._changed = False
         self._told_s = 0.0
+        self._faults = 0
+        self._fault_s = 0.0
 
     # What the scheduler's methods report, in the order of an engine's loop.
 
@@ -156,7 +163,7 @@ class Observer:
             self._note_preempted(output.preempted_req_ids)
         self._forget_prefilled()
         if output.num_scheduled_tokens:
-            self._under_way.append(self._shape(output))
+            self._under_way[id(output)] = self._shape(output)
         if self._scheduler.running and not self._is_like_the_last(output):
             self._tell()
 
@@ -165,10 +172,13 @@ class Observer:
         self._busy = bool(output.num_scheduled_tokens)
         if self._busy:
             now = self._clock()
-            tokens, seqs, context, squares = self._under_way.popleft()
-            timing = StepTiming(tokens, seqs, context, now - self._began_s, squares)
-            self._recent_steps.append(timing)
-            self._steps += 1
+            # None: the step began before a fault.
+            if shape := self._under_way.pop(id(output), None):
+                tokens, seqs, context, squares = shape
+                took_s = now - self._began_s
+                timing = StepTiming(tokens, seqs, context, took_s, squares)
+                self._recent_steps.append(timing)
+                self._steps += 1
             self._began_s = now
         connector = answer.kv_connector_output
         if connector is not None and connector.kv_connector_stats is not None:
@@ -187,6 +197,35 @@ class Observer:
 
     def close(self) -> None:
         self._to.close()
+
+    def begin_again(self) -> bool:
+        """After a fault: forget what was kept, and read all anew off the scheduler.
+
+        False when that helped too seldom to go on.
+        """
+        now_s = self._clock()
+        if now_s - self._fault_s > _FAULTS_APART_S:
+            self._faults = 0
+        self._faults += 1
+        self._fault_s = now_s
+        if self._faults >= _MOST_FAULTS:
+            return False
+        requests = self._scheduler.requests
+        self._under_way.clear()
+        self._busy = False
+        self._changed = True
+        self._read_waiting()
+        # Those that decode already are forgotten in a moment.
+        self._prefilling = {r.request_id: r for r in self._scheduler.running}
+        self._held = {
+            request_id: self._blocks_of(request_id)
+            for request_id, request in requests.items()
+            if request.is_finished()
+        }
+        for books in (self._predicted, self._targets):
+            for request_id in books.keys() - (requests.keys() - self._held.keys()):
+                del books[request_id]
+        return True
 
     def message(self) -> EngineMessage:
         """What the engine holds now; without number and age."""
@@ -379,12 +418,14 @@ class Observer:
                 for request_id, request in self._preempted.items()
                 if _is_preempted(request)
             }
-        if len(self._fresh) + len(self._preempted) == len(scheduler.waiting):
-            return
-        for request_id in list(self._fresh):
-            self._leave(request_id)
+        if len(self._fresh) + len(self._preempted) != len(scheduler.waiting):
+            self._read_waiting()
+
+    def _read_waiting(self) -> None:
+        self._fresh.clear()
+        self._fresh_prompt_tokens = self._fresh_output_tokens = 0
         self._preempted.clear()
-        for request in scheduler.waiting:
+        for request in self._scheduler.waiting:
             if _is_preempted(request):
                 self._preempted[request.request_id] = request
             else:
@@ -400,12 +441,15 @@ class Observer:
             self._predicted.pop(request_id, None)
             self._targets.pop(request_id, None)
             if request_id in scheduler.requests and request_id not in self._held:
-                blocks = scheduler.kv_cache_manager.get_blocks(request_id).blocks
-                self._held[request_id] = sum(map(len, blocks))
+                self._held[request_id] = self._blocks_of(request_id)
         if self._held:
             released = self._held.keys() - scheduler.requests.keys()
             for request_id in released:
                 del self._held[request_id]
+
+    def _blocks_of(self, request_id: str) -> int:
+        manager = self._scheduler.kv_cache_manager
+        return sum(map(len, manager.get_blocks(request_id).blocks))
 
     # What requests and the connector carry.
 
@@ -444,8 +488,9 @@ class Observer:
 class _Observed:
     """Goes before a scheduler class; calls it, and tells its observer.
 
-    A fault of the observer's own must not cost a request: it is logged, and the engine
-    falls silent, which its routers notice.
+    A fault of the observer's own must not cost a request: it is logged, and the
+    observer begins again. Where that does not help the engine falls silent, which its
+    routers notice.
     """
 
     observer: Observer | None = None
@@ -490,8 +535,18 @@ class _Observed:
         try:
             getattr(self.observer, what)(*args)
         except Exception:
-            logger.exception("this engine no longer tells routers what it holds")
-            observer, self.observer = self.observer, None
+            logger.exception("what this engine holds was lost count of: counting again")
+            self._begin_again(self.observer)
+
+    def _begin_again(self, observer: Observer) -> None:
+        try:
+            goes_on = observer.begin_again()
+        except Exception:
+            logger.exception("counting again failed")
+            goes_on = False
+        if not goes_on:
+            logger.error("this engine no longer tells routers what it holds")
+            self.observer = None
             observer.close()
 
 

@@ -6,13 +6,14 @@ from vllm_calrouter.placement.costs import (
     engine_costs,
     engine_limits,
 )
-from vllm_calrouter.placement.placer import Choice, Placer, Pools
+from vllm_calrouter.placement.placer import Choice, Placer, Pools, Prompt
 
 __all__ = [
     "Choice",
     "Limits",
     "Placer",
     "Pools",
+    "Prompt",
     "core_costs",
     "engine_costs",
     "engine_limits",

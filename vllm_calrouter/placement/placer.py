@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_calrouter import _core
 from vllm_calrouter._core import Costs, Phase
 from vllm_calrouter.calibration import EngineCosts
-from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.options import PRICING_POLICIES, RouterOptions
 from vllm_calrouter.placement.costs import (
     Limits,
     core_costs,
@@ -45,6 +45,14 @@ class Pools:
         return range(self.prefill, self.engines)
 
 
+class Prompt(NamedTuple):
+    """What prefix caches know a prompt by: its token ids, and one number for what else
+    tells two apart (adapter, the client's salt)."""
+
+    token_ids: list[int]
+    salt: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One decision: the rank, and the scores (lower is better) it was taken from.
@@ -60,6 +68,8 @@ class Choice:
     scores: tuple[tuple[int, float], ...]
     seconds: float
     terms: Mapping[int, Mapping[str, float]] | None = None
+    #: Of the prompt, expected to be in the engine's prefix cache.
+    cached_tokens: int = 0
 
     def price(self) -> Mapping[str, float] | None:
         """The terms of the chosen engine, in seconds; None where nobody priced."""
@@ -86,6 +96,7 @@ class Placer:
             default what the profile of `options` says.
         limits: each engine's scheduler limits, by rank; by default vLLM's own defaults,
             or what `options` says for the engine's role.
+        prefix_caching: whether the engines cache prompts.
         explain: keep the terms of every decision.
         clock: seconds; only differences count.
     """
@@ -99,6 +110,7 @@ class Placer:
         count: int = 1,
         costs: Sequence[EngineCosts | Costs] | None = None,
         limits: Sequence[Limits] | None = None,
+        prefix_caching: bool = True,
         explain: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -111,6 +123,9 @@ class Placer:
         self.refresh: Callable[[], None] | None = None
         self._reported: Sequence[Sequence[float]] | None = None
         self._policies = self._make_policies(options, index, count)
+        prices = options.policy in PRICING_POLICIES
+        knows = options.prefix_aware and prefix_caching and prices
+        self._prefixes = _core.Prefixes(pools.engines) if knows else None
 
     def _price_engines(
         self,
@@ -162,10 +177,11 @@ class Placer:
         prompt_tokens: int,
         output_tokens: int,
         *,
-        cached_tokens: int = 0,
+        prompt: Prompt | None = None,
         slo_ttft_s: float = 0.0,
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
+        source_rank: int | None = None,
     ) -> Choice:
         """Choose an engine; books nothing.
 
@@ -173,28 +189,63 @@ class Placer:
             phase: the pool to choose from.
             prompt_tokens: length of the prompt.
             output_tokens: predicted length of the output.
-            cached_tokens: of the prompt, on the engines already.
+            prompt: the prompt itself, where the engine will compute it; the one chosen
+                is expected to have it from then on.
             slo_ttft_s: seconds from now to the first token; 0: no target, below 0:
                 overdue.
             slo_tpot_s: seconds between tokens; 0: no target.
             now_s: on the clock by which `table` hears messages.
+            source_rank: the engine that has the request's KV cache.
         """
         began = self._clock()
         if self.refresh is not None:
             self.refresh()
         policy = self._policies[phase]
+        prefixes = self._look_up(phase, prompt)
         rank, reason, scores = policy.decide(
             self.table,
             prompt_tokens,
             output_tokens,
-            cached_tokens=cached_tokens,
             slo_ttft_s=slo_ttft_s,
             slo_tpot_s=slo_tpot_s,
             now_s=now_s,
+            source_rank=-1 if source_rank is None else source_rank,
+            prefixes=prefixes,
         )
-        seconds = self._clock() - began
-        terms = policy.terms() if self._explain else None
-        return Choice(phase, rank, policy.name, reason, scores, seconds, terms or None)
+        cached_tokens = 0
+        if prefixes is not None:
+            cached_tokens = prefixes.cached_tokens(rank)
+            prefixes.keep(self.table, rank)
+        return Choice(
+            phase,
+            rank,
+            policy.name,
+            reason,
+            scores,
+            seconds=self._clock() - began,
+            terms=(policy.terms() or None) if self._explain else None,
+            cached_tokens=cached_tokens,
+        )
+
+    def _look_up(self, phase: Phase, prompt: Prompt | None) -> _core.Prefixes | None:
+        """What engines have of a prompt; None where it is not known or not asked."""
+        computes = phase == Phase.PREFILL or not self.pools.disaggregated
+        if self._prefixes is None or prompt is None or not computes:
+            return None
+        self._prefixes.look(self.table, prompt.salt, prompt.token_ids)
+        return self._prefixes
+
+    def forget_prefixes(self) -> None:
+        """The engines' prefix caches were emptied."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def place_on(self, hosts: Sequence[str]) -> None:
+        """Say on which host each engine runs, by rank: a KV cache that moves between
+        two is priced as far."""
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        for rank, host in enumerate(hosts):
+            self.table.set_host(rank, numbers[host])
 
     def report(self, counts: Sequence[Sequence[float]]) -> None:
         """Take over what engines said of themselves: waiting, running, KV usage."""

@@ -16,6 +16,7 @@ from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
 from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
 from vllm_calrouter.placement import Limits, engine_costs, engine_limits
+from vllm_calrouter.router import intake
 from vllm_calrouter.router.calibrator import Calibrator
 from vllm_calrouter.router.clocks import Clocks
 from vllm_calrouter.router.first_token import first_token_rules
@@ -53,6 +54,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             count=self.client_count,
             first_token=first_token_rules(vllm_config, options),
             limits=_limits(vllm_config, options, len(self.core_engines)),
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             journal=Journal(options.journal) if options.journal else None,
         )
         self.introductions: list[Introduction] = []
@@ -78,6 +80,8 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         await self._meet_engines()
         if router.options.telemetry != transport.OFF:
             self._listen()
+        if router.options.admission is not None:
+            intake.guard(router.admit)
         self._mending = asyncio.create_task(_drop_expired(router))
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)
@@ -98,6 +102,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         self.introductions = introduction.read(told)
         options = self._router.options
         introduction.check(self.introductions, options, _router_keys(options))
+        self._router.placer.place_on([engine.host for engine in self.introductions])
         clocks = Clocks(
             [engine.clock for engine in self.introductions], introduction.clock_name()
         )
@@ -191,6 +196,11 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             if self._mending is not None:
                 self._mending.cancel()
             self.router.close()
+
+    async def reset_prefix_cache_async(self, *args: Any, **kwargs: Any) -> bool:
+        self._router.placer.forget_prefixes()
+        emptied: bool = await super().reset_prefix_cache_async(*args, **kwargs)
+        return emptied
 
     async def engine_states(self) -> list[dict[str, Any]]:
         """What every engine holds right now (`engine/scheduler.py`).

@@ -21,7 +21,8 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.router import wishes
-from vllm_calrouter.router.wishes import Rules
+from vllm_calrouter.router.admission import RefusedError
+from vllm_calrouter.router.wishes import Rules, Wishes
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -39,8 +40,17 @@ _headers: ContextVar[Mapping[bytes, bytes] | None] = ContextVar(
     "calrouter_headers", default=None
 )
 
+#: After how many seconds the client of the request being handled may ask again, once
+#: it was refused; a list, so that what runs for the request can fill it.
+_retry_after_s: ContextVar[list[int] | None] = ContextVar(
+    "calrouter_retry_after", default=None
+)
+
 #: The rules of this process's router; None: no router, nothing is read.
 _rules: Rules | None = None
+
+#: Lets requests in, or raises `RefusedError`; None: all are let in.
+_admit: Callable[[Wishes], None] | None = None
 
 
 def activate(options: RouterOptions) -> None:
@@ -49,8 +59,19 @@ def activate(options: RouterOptions) -> None:
     _rules = Rules(options)
 
 
+def guard(admit: Callable[[Wishes], None]) -> None:
+    """Ask from now on whether a request is let in.
+
+    Args:
+        admit: raises `RefusedError` for one that is not.
+    """
+    global _admit
+    _admit = admit
+
+
 class SloHeaders:
-    """ASGI middleware that keeps the SLO headers for the request they came with.
+    """ASGI middleware that keeps the SLO headers for the request they came with, and
+    tells a client that was refused when to ask again.
 
     The variable is set for every request, also to nothing: uvicorn starts a pipelined
     request in the context of the one before it.
@@ -68,7 +89,21 @@ class SloHeaders:
                     # As elsewhere in HTTP servers, the first of several counts.
                     found.setdefault(name, value)
             _headers.set(found)
+        if _admit is not None and scope["type"] == "http":
+            retry_after_s: list[int] = []
+            _retry_after_s.set(retry_after_s)
+            send = _telling_when(send, retry_after_s)
         return self._app(scope, receive, send)
+
+
+def _telling_when(send: Send, retry_after_s: list[int]) -> Send:
+    async def told(message: Any) -> None:
+        if retry_after_s and message["type"] == "http.response.start":
+            header = (b"retry-after", str(retry_after_s[0]).encode())
+            message = {**message, "headers": [*message.get("headers", ()), header]}
+        await send(message)
+
+    return told
 
 
 def told_by_body(
@@ -78,12 +113,14 @@ def told_by_body(
 
     Raises:
         VLLMValidationError: a wish that cannot be meant.
+        RefusedError: it would wait longer than its class allows.
     """
     params = original(request, *args, **kwargs)
     if _rules is None:
         return params
     params.extra_args = _told(request, params.extra_args)
     _rules.check(params)
+    _let_in(_rules, params.extra_args, vars(request).get("model"))
     return params
 
 
@@ -114,7 +151,21 @@ def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params.extra_args = dict(params.extra_args or {})
         _fold_headers(params.extra_args, headers)
     _rules.check(params)
+    # Who has a body was let in by it, before a streamed answer had begun.
+    if wishes.ABOUT not in (params.extra_args or ()):
+        _let_in(_rules, params.extra_args, None)
     return request
+
+
+def _let_in(rules: Rules, extra: Mapping[str, Any] | None, model: str | None) -> None:
+    if _admit is None:
+        return
+    try:
+        _admit(rules.read(extra, model))
+    except RefusedError as refusal:
+        if (told := _retry_after_s.get()) is not None:
+            told[:] = [refusal.retry_after_s]
+        raise
 
 
 def _told(request: Any, given: dict[str, Any] | None) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class Journey:
     sent_early: bool = False
     aborted: bool = False
     prefill_stats: Any = None
+    #: Of the prompt, found in the prefix cache where it was computed.
+    cached_tokens: int | None = None
     #: The KV cache the decode leg is to read, until there is a sign that it did.
     unread_kv: dict[str, Any] | None = None
     #: Seconds from `began_s`, where the policy predicts them.
@@ -152,6 +154,8 @@ class Journey:
             "predicted_by": self.predicted_by,
             "predicted_ttft_s": self.predicted_ttft_s,
             "predicted_e2e_s": self.predicted_e2e_s,
+            "expected_cached_tokens": self.choices[0].cached_tokens,
+            "cached_tokens": self.cached_tokens,
             "output_tokens": self.output_tokens,
             "one_leg": self.cause,
             "first_token_bypass": self.bypass,

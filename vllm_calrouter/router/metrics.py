@@ -59,6 +59,9 @@ class RouterMetrics:
         self._one_leg = counter(
             "one_leg", "Requests served whole by one engine of split pools.", "cause"
         )
+        self._refused = counter(
+            "refused", "Requests not let in (429), by SLO class.", "slo"
+        )
         self._aborts = counter(
             "aborts", "Aborts (client gone, or stop string found).", "stage"
         )
@@ -119,6 +122,12 @@ class RouterMetrics:
             _RATIO_BUCKETS,
             "source",
         )
+        self._cached_tokens = counter(
+            "cached_prompt_tokens",
+            "Prompt tokens in prefix caches where the prompts went: expected by the "
+            "router, and found by the engine.",
+            "by",
+        )
         self._ttft_ratio = histogram(
             "ttft_ratio", "Predicted / actual TTFT.", _RATIO_BUCKETS
         )
@@ -153,6 +162,11 @@ class RouterMetrics:
         """How far off a predicted output length was; `actual` is at least 1."""
         self._output_ratio.labels(source).observe(predicted / actual)
 
+    def prompt_cached(self, expected_tokens: int, found_tokens: int) -> None:
+        """How much of a prompt was expected in a prefix cache, and how much was."""
+        self._cached_tokens.labels("router").inc(expected_tokens)
+        self._cached_tokens.labels("engine").inc(found_tokens)
+
     def ttft_predicted(self, predicted_s: float, actual_s: float) -> None:
         """How far off a predicted TTFT was; `actual_s` is above 0."""
         self._ttft_ratio.observe(predicted_s / actual_s)
@@ -163,6 +177,9 @@ class RouterMetrics:
 
     def one_leg(self, cause: str) -> None:
         self._one_leg.labels(cause).inc()
+
+    def refused(self, slo: str | None) -> None:
+        self._refused.labels(slo or "none").inc()
 
     def aborted(self, stage: str) -> None:
         self._aborts.labels(stage).inc()

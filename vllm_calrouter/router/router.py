@@ -25,11 +25,12 @@ from vllm.v1.engine import (
 
 from vllm_calrouter._core import Phase
 from vllm_calrouter.options import FCFS, RouterOptions
-from vllm_calrouter.placement import Choice, Limits, Placer, Pools
+from vllm_calrouter.placement import Choice, Limits, Placer, Pools, Prompt
 from vllm_calrouter.predictors import Features, make_predictor
 from vllm_calrouter.records import belongs_to
 from vllm_calrouter.router import legs
 from vllm_calrouter.router import wishes as wish
+from vllm_calrouter.router.admission import Admission, RefusedError
 from vllm_calrouter.router.deadlines import Deadlines
 from vllm_calrouter.router.first_token import FirstToken
 from vllm_calrouter.router.journey import Journey, Stage
@@ -76,6 +77,7 @@ class Router:
         index, count: which of how many API servers this is.
         first_token: when a prefill engine's token is sent to the client at once.
         costs, limits: of each engine, by rank (`Placer`).
+        prefix_caching: whether the engines cache prompts.
         metrics, journal: where decisions are told; the journal may be None.
         clock: seconds; only differences count.
     """
@@ -90,6 +92,7 @@ class Router:
         first_token: FirstToken | None = None,
         costs: Sequence[EngineCosts] | None = None,
         limits: Sequence[Limits] | None = None,
+        prefix_caching: bool = True,
         metrics: RouterMetrics | None = None,
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -103,6 +106,7 @@ class Router:
             count=count,
             costs=costs,
             limits=limits,
+            prefix_caching=prefix_caching,
             explain=journal is not None or engines <= _ALWAYS_EXPLAINED,
         )
         self.index = index
@@ -114,6 +118,9 @@ class Router:
         self._rules = Rules(options)
         self._orders = not options.order == options.decode_order == FCFS
         self._deadlines = Deadlines(options, engines, costs)
+        self._admission: Admission | None = None
+        if options.admission is not None:
+            self._admission = Admission(options, self.placer, count=count, clock=clock)
         self._numbers = itertools.count()
         self._ended: deque[_Ended] = deque(maxlen=_MOST_REMEMBERED)
         self._journal = journal
@@ -172,6 +179,7 @@ class Router:
             Phase.PREFILL,
             tokens,
             predicted,
+            prompt=_prompt(request),
             slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=("warm_up", pair[0]) if pair else None,
         )
@@ -206,6 +214,21 @@ class Router:
         self._prefilling[leg.request_id] = journey
         return leg
 
+    def admit(self, wishes: Wishes) -> None:
+        """Let a request in, before anything of it is done.
+
+        Raises:
+            RefusedError: it would wait longer than its class allows (`admission`).
+        """
+        if self._admission is None:
+            return
+        try:
+            self._admission.check(wishes)
+        except RefusedError:
+            if self.metrics:
+                self.metrics.refused(wishes.slo)
+            raise
+
     def leave_to_vllm(self, request: EngineCoreRequest) -> bool:
         """Whether the choice of the engine is vLLM's own, not this router's."""
         if self.pools.disaggregated:
@@ -230,6 +253,7 @@ class Router:
             phase,
             tokens,
             predicted,
+            prompt=_prompt(request),
             slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=given,
         )
@@ -291,24 +315,29 @@ class Router:
     def _choose(
         self,
         phase: Phase,
-        prompt: int,
-        output: int,
+        prompt_tokens: int,
+        output_tokens: int,
         *,
         slo_s: tuple[float | None, float | None],
         given: tuple[str, int] | None = None,
+        prompt: Prompt | None = None,
+        source_rank: int | None = None,
     ) -> Choice:
         """Ask the policy, or take the rank that `given` (by whom, rank) names.
 
-        `slo_s`: targets in seconds, from now to the first token and between tokens.
+        `prompt`: to be computed there; `slo_s`: targets in seconds, from now to the
+        first token and between tokens; `source_rank`: the engine that has the KV cache.
         """
         if given is None:
             choice = self.placer.choose(
                 phase,
-                prompt,
-                output,
+                prompt_tokens,
+                output_tokens,
+                prompt=prompt,
                 slo_ttft_s=slo_s[0] or 0.0,
                 slo_tpot_s=slo_s[1] or 0.0,
                 now_s=self._clock(),
+                source_rank=source_rank,
             )
         else:
             choice = Choice(phase, given[1], given[0], "given", (), 0.0)
@@ -320,7 +349,12 @@ class Router:
     def _book(self, choice: Choice, prompt: int, output: int) -> int:
         table = self.placer.table
         booking = table.book(
-            choice.rank, choice.phase, prompt, output, now_s=self._clock()
+            choice.rank,
+            choice.phase,
+            prompt,
+            output,
+            cached_tokens=choice.cached_tokens,
+            now_s=self._clock(),
         )
         self._tell_load(choice)
         return booking
@@ -379,6 +413,8 @@ class Router:
             journey.unread_kv = None
         if journey.first_token_s is None:
             journey.first_token_s = self._clock()
+            if journey.stage is Stage.WHOLE:
+                self._note_cached(journey, output)
         elif journey.sent_early:
             self._continue_early(journey, output)
         if output.prefill_stats is not None and journey.prefill_stats is not None:
@@ -405,6 +441,7 @@ class Router:
         del self._prefilling[journey.leg_id]
         journey.prefill_s = self._clock()
         journey.prefill_stats = output.prefill_stats
+        self._note_cached(journey, output)
         journey.unread_kv = output.kv_transfer_params
         if journey.aborted:
             self._free_unread(journey, to_send)
@@ -419,6 +456,16 @@ class Router:
             to_send.append(self._begin_decode(journey))
             return None
         return self._send_early(journey, output, to_send)
+
+    def _note_cached(self, journey: Journey, output: EngineCoreOutput) -> None:
+        """How much of the prompt the engine had, and how much it was expected to."""
+        stats = output.prefill_stats
+        if stats is None:
+            return
+        journey.cached_tokens = stats.num_local_cached_tokens
+        if self.metrics and journey.done is None:
+            expected = journey.choices[0].cached_tokens
+            self.metrics.prompt_cached(expected, journey.cached_tokens)
 
     def _tell_bypass(self, journey: Journey) -> None:
         cause = journey.bypass
@@ -483,6 +530,7 @@ class Router:
             predicted,
             slo_s=slo_s,
             given=journey.given_decode,
+            source_rank=journey.choices[0].rank if journey.unread_kv else None,
         )
         journey.choices.append(choice)
         journey.predict(self._clock())
@@ -611,6 +659,15 @@ class Router:
             )
         latest = deque(told, maxlen=limit)
         return [one.journey.record(one.at_s, one.finish, self.index) for one in latest]
+
+
+def _prompt(request: EngineCoreRequest) -> Prompt | None:
+    """A prompt as prefix caches know it; None where they know it by more than ids."""
+    if request.prompt_token_ids is None or request.mm_features:
+        return None
+    adapter = request.lora_request.lora_name if request.lora_request else None
+    apart = (request.cache_salt, adapter)
+    return Prompt(request.prompt_token_ids, 0 if apart == (None, None) else hash(apart))
 
 
 def _why_not_exact(journey: Journey) -> str | None:

@@ -20,9 +20,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_calrouter import placement
-from vllm_calrouter.options import PRICING_POLICIES
+from vllm_calrouter.router.admission import RefusedError
 from vllm_calrouter.router.router import Router
 from vllm_calrouter.router.subscriber import hear
+from vllm_calrouter.router.wishes import Wishes
 from vllm_calrouter.simulation.engine import Engine
 from vllm_calrouter.simulation.results import Served
 from vllm_calrouter.simulation.schedulers import Schedulers
@@ -69,8 +70,8 @@ class Cluster:
         routers: API servers; requests go to them in turn.
         report_s: seconds between two reports of vLLM's coordinator, which publishes
             requests and KV use every 0.1.
-        message_s, message_age_s: seconds between two messages of an engine's own, for
-            policies that price, and how late they are heard.
+        message_s, message_age_s: seconds between two messages of an engine's own, where
+            somebody prices, and how late they are heard.
         tells_slo: whether requests state their targets.
     """
 
@@ -101,7 +102,7 @@ class Cluster:
         self._report_s = report_s
         self._message_s = message_s
         self._message_age_s = message_age_s
-        self._prices = options.policy in PRICING_POLICIES
+        self._listens = options.listens
         schedulers = Schedulers(options, **msgspec.structs.asdict(self.limits))
         self.engines = [
             Engine(
@@ -129,6 +130,7 @@ class Cluster:
                         self.limits.max_num_seqs, self.limits.max_num_batched_tokens
                     ),
                 ),
+                prefix_caching=self.limits.prefix_caching,
                 clock=clock,
             )
             for index in range(routers)
@@ -163,7 +165,7 @@ class Cluster:
         for one in served:
             self._at(one.arrival.arrival_s, partial(self._arrive, one))
         self._at(0.0, self._report)
-        if self._prices:
+        if self._listens:
             self._at(0.0, lambda: self._tell_all(1))
         with _no_garbage_collection():
             self._loop(len(served), progress)
@@ -208,6 +210,10 @@ class Cluster:
     def _arrive(self, one: Served) -> None:
         router = self.routers[one.number % len(self.routers)]
         request = _request(one, tells_slo=self._tells_slo)
+        if self._tells_slo and not _let_in(router, one):
+            one.finish = "refused"
+            self._unfinished -= 1
+            return
         self._served[request.request_id] = one
         router.placer.report(self._counts)
         self._send(router, router.begin(request))
@@ -315,6 +321,14 @@ def _check_tokens(one: Served) -> None:
     told, asked = one.tokens, one.arrival.output_tokens
     if one.finish == "length" and told != asked:
         raise SimulationError(f"request {one.number} got {told} of {asked} tokens")
+
+
+def _let_in(router: Router, one: Served) -> bool:
+    try:
+        router.admit(Wishes(slo=one.arrival.slo, ttft_s=one.ttft_target_s))
+    except RefusedError:
+        return False
+    return True
 
 
 def _request(one: Served, *, tells_slo: bool) -> EngineCoreRequest:

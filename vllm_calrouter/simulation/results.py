@@ -146,7 +146,10 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
         "e2e_s": _spread(served, lambda one: one.e2e_s),
         "pause_s": _spread(served, lambda one: one.pause_s),
         "preemptions": sum(one.preemptions for one in served),
-        "failed": sum(one.finish not in ("length", "stop") for one in served),
+        "refused": sum(one.finish == "refused" for one in served),
+        "failed": sum(
+            one.finish not in ("length", "stop", "refused") for one in served
+        ),
     }
 
 

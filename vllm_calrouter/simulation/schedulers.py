@@ -26,7 +26,6 @@ from vllm_calrouter.engine.observer import Observer, observed
 from vllm_calrouter.engine.scheduler import build_scheduler, role_of
 from vllm_calrouter.options import (
     CONFIG_KEY,
-    PRICING_POLICIES,
     RouterOptions,
     to_config,
 )
@@ -148,7 +147,7 @@ class Schedulers:
             block_size=self._block_tokens,
             include_finished_set=True,
         )
-        if self._options.policy in PRICING_POLICIES:
+        if self._options.listens:
             scheduler.observer = _Asked(
                 scheduler, rank=rank, role=role_of(rank, self._options), to=_NOBODY
             )
