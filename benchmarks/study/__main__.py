@@ -28,7 +28,8 @@ Examples:
 
 FULL: Options = {"duration": 60}
 QUICK: Options = {"duration": 8}
-SEEDS = (11, 12, 13, 14)
+#: As many traces as the study has.
+SEEDS = (11, 12, 13)
 
 
 @click.command(help=_HELP)

@@ -9,11 +9,11 @@ from statistics import fmean
 from benchmarks.study.ceiling import ceiling
 from benchmarks.study.exhibit import Claim, Results
 
-#: Twice the standard error: less than that is called noise.
-_SURE = 2.0
+#: Goodput within which two setups are called level, whatever the noise.
+_LEVEL = 0.01
 
-#: Goodput within which two setups are called equal, whatever the noise.
-_TIE = 0.01
+#: Student's t, two-sided 95 %, by the number of traces; of more than 8 the last.
+_SURE = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -144,17 +144,20 @@ def claims(results: Results) -> str:
     for claim in results.exhibit.claims:
         gain = results.gain(claim.point, claim.setup, claim.other, claim.other_point)
         said = "" if claim.printed is None else f"{claim.printed:+.3f}"
-        sure = verdict(claim, *gain) if len(results.seeds) > 1 else "one trace"
-        rows.append([claim.says, said, signed(*gain), sure])
+        agrees = verdict(claim, *gain, traces=len(results.seeds))
+        rows.append([claim.says, said, signed(*gain), agrees])
     return markdown(["the study says", "printed", "simulated", ""], rows)
 
 
-def verdict(claim: Claim, gain: float, error: float) -> str:
+def verdict(claim: Claim, gain: float, error: float, *, traces: int) -> str:
     """Whether a simulated difference says what the study says."""
+    if traces < min(_SURE):
+        return "one trace"
+    level = abs(gain) <= max(_LEVEL, _SURE.get(traces, _SURE[max(_SURE)]) * error)
     if claim.ties:
-        return "agrees" if abs(gain) <= max(_TIE, _SURE * error) else "does not"
-    if abs(gain) <= _SURE * error:
-        return "within noise"
+        return "agrees" if level else "does not"
+    if level:
+        return "level"
     expected = 1.0 if claim.printed is None else claim.printed
     return "agrees" if gain * expected > 0 else "contrary"
 

@@ -90,20 +90,28 @@ def test_engines_that_a_goodput_takes(level: float, engines: float | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("printed", "ties", "gain", "error", "verdict"),
+    ("printed", "ties", "gain", "error", "traces", "verdict"),
     [
-        (0.05, False, 0.03, 0.01, "agrees"),
-        (0.05, False, 0.01, 0.01, "within noise"),
-        (0.05, False, -0.03, 0.01, "contrary"),
-        (-0.05, False, -0.03, 0.01, "agrees"),
-        (None, False, -0.03, 0.01, "contrary"),
-        (0.0, True, 0.009, 0.001, "agrees"),
-        (0.0, True, 0.03, 0.02, "agrees"),
-        (0.0, True, 0.03, 0.01, "does not"),
+        (0.05, False, 0.04, 0.01, 4, "agrees"),
+        (0.05, False, 0.03, 0.01, 4, "level"),
+        (0.05, False, 0.04, 0.01, 2, "level"),
+        (0.05, False, 0.03, 0.01, 100, "agrees"),
+        (0.05, False, 0.009, 0.0, 4, "level"),
+        (0.05, False, -0.04, 0.01, 4, "contrary"),
+        (-0.05, False, -0.04, 0.01, 4, "agrees"),
+        (None, False, -0.04, 0.01, 4, "contrary"),
+        (0.0, True, 0.009, 0.001, 4, "agrees"),
+        (0.0, True, 0.04, 0.01, 4, "does not"),
+        (0.05, False, 0.04, 0.0, 1, "one trace"),
     ],
 )
 def test_a_claim_agrees_only_beyond_the_noise(
-    printed: float | None, ties: bool, gain: float, error: float, verdict: str
+    printed: float | None,
+    ties: bool,
+    gain: float,
+    error: float,
+    traces: int,
+    verdict: str,
 ) -> None:
     claim = Claim("x", "mixed", "a", "b", printed, ties=ties)
-    assert tables.verdict(claim, gain, error) == verdict
+    assert tables.verdict(claim, gain, error, traces=traces) == verdict
