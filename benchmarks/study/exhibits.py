@@ -83,6 +83,20 @@ def _without(of: str) -> dict[str, Options]:
     return rows
 
 
+#: What the study says of decode widths.
+_OF_WIDTH = (
+    Claim("3: tie with JSQ", "3 decode", PAPER, LEAST, -0.006, ties=True),
+    Claim("4: the learned router leads JSQ", "4 decode", PAPER, LEAST, 0.029),
+    Claim(
+        "6: tie with round-robin",
+        "6 decode",
+        PAPER,
+        ROUND_ROBIN,
+        -0.002,
+        ties=True,
+    ),
+)
+
 EXHIBITS: Sequence[Exhibit] = (
     Exhibit(
         "mixed",
@@ -193,18 +207,7 @@ EXHIBITS: Sequence[Exhibit] = (
             Printed("6 decode", PAPER, "goodput", 0.858),
             Printed("6 decode", ROUND_ROBIN, "goodput", 0.860),
         ),
-        claims=(
-            Claim("3: tie with JSQ", "3 decode", PAPER, LEAST, -0.006, ties=True),
-            Claim("4: the learned router leads JSQ", "4 decode", PAPER, LEAST, 0.029),
-            Claim(
-                "6: tie with round-robin",
-                "6 decode",
-                PAPER,
-                ROUND_ROBIN,
-                -0.002,
-                ties=True,
-            ),
-        ),
+        claims=_OF_WIDTH,
         plots=("by_point",),
     ),
     Exhibit(
@@ -222,16 +225,7 @@ EXHIBITS: Sequence[Exhibit] = (
             Printed("6 decode", PAPER, "goodput", 0.858),
         ),
         claims=(
-            Claim("3: tie with JSQ", "3 decode", PAPER, LEAST, -0.006, ties=True),
-            Claim("4: the learned router leads JSQ", "4 decode", PAPER, LEAST, 0.029),
-            Claim(
-                "6: tie with round-robin",
-                "6 decode",
-                PAPER,
-                ROUND_ROBIN,
-                -0.002,
-                ties=True,
-            ),
+            *_OF_WIDTH,
             Claim(
                 "starved (1 + 2 there), it collapses below round-robin",
                 "2 decode",
