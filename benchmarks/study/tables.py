@@ -153,11 +153,12 @@ def verdict(claim: Claim, gain: float, error: float, *, traces: int) -> str:
     """Whether a simulated difference says what the study says."""
     if traces < min(_SURE):
         return "one trace"
-    level = abs(gain) <= max(_LEVEL, _SURE.get(traces, _SURE[max(_SURE)]) * error)
+    if abs(gain) <= _LEVEL:
+        return "agrees" if claim.ties else "level"
+    if abs(gain) <= _SURE.get(traces, _SURE[max(_SURE)]) * error:
+        return "undecided"
     if claim.ties:
-        return "agrees" if level else "does not"
-    if level:
-        return "level"
+        return "does not"
     expected = 1.0 if claim.printed is None else claim.printed
     return "agrees" if gain * expected > 0 else "contrary"
 
