@@ -39,6 +39,7 @@ setup(
     package_data={
         "vllm_calrouter": ["py.typed", "*.pyi"],
         "vllm_calrouter.calibration": ["profiles/*.json"],
+        "vllm_calrouter.report": ["*.j2"],
     },
     ext_modules=[
         Pybind11Extension(
@@ -60,9 +61,11 @@ setup(
         "msgspec>=0.19",
         "pyzmq>=26",
         "prometheus-client>=0.20",
-        "click>=8.1",
-        "rich>=13",
         "tqdm>=4.66",
+        "aiohttp>=3.9",
+        "jinja2>=3.1",
+        "numpy",
+        "httpx>=0.27",
     ],
     extras_require={"plot": ["matplotlib>=3.8"]},
     entry_points={

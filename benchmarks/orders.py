@@ -16,7 +16,8 @@ from statistics import fmean
 
 import click
 
-from benchmarks.runs import Figures, Runs
+from benchmarks.runs import Runs
+from vllm_calrouter.simulation.pool import Figures
 from vllm_calrouter.simulation.results import mean_and_error
 
 REGIMES = {

@@ -27,7 +27,8 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.runs import Figures, Runs
+from benchmarks.runs import Runs
+from vllm_calrouter.simulation.pool import Figures
 from vllm_calrouter.simulation.results import mean_and_error
 
 REGIMES: dict[str, list[str]] = {

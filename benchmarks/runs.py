@@ -7,44 +7,16 @@ on where it was; one that is finished prints at once.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-import multiprocessing
-import os
-import shlex
-import sys
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
-from contextlib import redirect_stdout
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from vllm_calrouter import _core
-
-#: What `calrouter simulate --json` prints of a run.
-Figures = dict[str, Any]
-
-
-def simulated(arguments: str) -> Figures:
-    """One run of `calrouter simulate`, by its command line; raises RuntimeError with
-    what it said when it would not run."""
-    # vLLM is imported once in each process that makes runs, not in the one that asks.
-    import click
-
-    from vllm_calrouter.simulation.command import simulate
-
-    said = io.StringIO()
-    try:
-        with redirect_stdout(said):
-            simulate.main([*shlex.split(arguments), "--json"], standalone_mode=False)
-    except click.ClickException as error:
-        raise RuntimeError(f"{arguments}: {error.message}") from None
-    figures: Figures = json.loads(said.getvalue())
-    return figures
+from vllm_calrouter.runs import code_version
+from vllm_calrouter.simulation.pool import Figures, processes, simulated
 
 
 class Runs:
@@ -76,7 +48,7 @@ class Runs:
         if not missing:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with _processes(workers) as pool, self._path.open("a") as file:
+        with processes(workers) as pool, self._path.open("a") as file:
             futures = {pool.submit(self._run, one): one for one in missing}
             ended = as_completed(futures)
             try:
@@ -93,38 +65,6 @@ class Runs:
         """A run that was made; raises KeyError."""
         figures: Figures = self._known[self.key(arguments)]
         return figures
-
-
-def _processes(workers: int | None) -> Executor:
-    # A fresh process each: what this one has imported and started is of no use there.
-    context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(workers or os.cpu_count(), context, _prepare)
-
-
-def _prepare() -> None:
-    """Makes a new process one that makes runs."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    # No bars of single runs within the bar of all.
-    sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-
-
-def _end_with_parent() -> None:
-    """Who was to have these runs was killed: nobody takes them."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
-
-
-def code_version() -> str:
-    """Another one whenever a figure may change: the package's own sources and core."""
-    package = Path(_core.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*")):
-        if path.suffix in (".py", ".so", ".json"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def stored(path: Path) -> dict[str, Any]:

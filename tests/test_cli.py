@@ -41,9 +41,10 @@ def test_help_imports_nothing_heavy() -> None:
         "import sys\n"
         "from click.testing import CliRunner\n"
         "from vllm_calrouter.cli import main\n"
-        "for arguments in (['--help'], ['simulate', '--help']):\n"
-        "    assert CliRunner().invoke(main, arguments).exit_code == 0\n"
-        "print(sorted({'vllm', 'torch', 'transformers'} & set(sys.modules)))"
+        "for words in ([], ['simulate'], ['calibrate'], ['bench'], ['report']):\n"
+        "    assert CliRunner().invoke(main, [*words, '--help']).exit_code == 0\n"
+        "heavy = {'vllm', 'torch', 'transformers', 'matplotlib'}\n"
+        "print(sorted(heavy & set(sys.modules)))"
     )
     ran = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
@@ -181,6 +182,28 @@ def test_a_class_is_promised_what_is_written() -> None:
         ([*SMALL, "--router-config", "output_tokens=x"], "output_tokens"),
         ([*SMALL, "--router-config", "prefill=1"], "write --prefill"),
         ([*SMALL, "--router-config", "output_tokens"], "write --router-config"),
+        ([*SMALL, "--router-config", "seed=3"], "write --seed"),
+        ([*SMALL, "--router-config", "warm_up=false"], "no effect in a simulation"),
+        ([*SMALL, "--router-config", "journal=x"], "write --requests-file"),
+        ([*SMALL, "--router-config", "telemetry=off"], "no effect in a simulation"),
+        ([*SMALL, "--router-config", "telemetry_keys=x"], "no effect"),
+        ([*SMALL, "--router-config", "calibration=on"], "no effect in a simulation"),
+        ([*SMALL, "--router-config", "kv_load_failure=fail"], "no effect"),
+        ([*SMALL, "--router-config", "profile=x"], "write --profile"),
+        ([*SMALL, "--router-config", "slo_classes={}"], "add --no-slo-targets"),
+        (
+            [*SMALL, "--no-slo-targets", "--router-config", "slo_classes={}"],
+            "without default_slo",
+        ),
+        ([*SMALL, "--router-config", "long_share=0.2"], "has no effect"),
+        ([*SMALL, "--router-config", "max_overtake_s=1"], "has no effect"),
+        ([*SMALL, "--router-config", "decode_max_num_seqs=65"], "raise --max-num-seqs"),
+        ([*SMALL, "--prefill", "0", "--router-config", "first_token=off"], "no effect"),
+        ([*SMALL, "--no-length-hints", "--length-error", "1"], "no effect"),
+        ([*SMALL, "--start", "5"], "--start has no effect on a workload"),
+        ([*SMALL, "--skip-too-long"], "no effect on a workload"),
+        ([*SMALL, "--output", "x", "--requests-file", "y"], "drop --requests-file"),
+        ([*SMALL, "--output", "/proc/no"], "cannot be written"),
         ([*SMALL, "--max-model-len", "64"], "raise --max-model-len"),
         ([*SMALL, "--kv-tokens", "100"], "more than an engine holds"),
         ([*SMALL, "--length-error", "-1"], "length error"),
@@ -190,6 +213,53 @@ def test_a_class_is_promised_what_is_written() -> None:
 )
 def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str) -> None:
     assert said in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no column arrival_s, input_tokens, output_tokens"),
+        ("arrival_s,input_tokens,output_tokens\n", "is empty"),
+        ("arrival_s,input_tokens\n1,5\n", "no column output_tokens"),
+        ("arrival_s,input_tokens,output_tokens\n1,-5,3\n", "'-5' is no length"),
+        ("arrival_s,input_tokens,output_tokens\n1,5,0\n", "'0' is no length"),
+        ("arrival_s,input_tokens,output_tokens\n1,5,1e99\n", "'1e99' is no length"),
+        ("arrival_s,input_tokens,output_tokens\n1,99999999,3\n", "is no length"),
+        ("arrival_s,input_tokens,output_tokens\n1,40000,3\n", "more than the model's"),
+    ],
+)
+def test_a_trace_that_cannot_be_replayed_is_one_line(
+    text: str, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text(text)
+    assert said in refusal("--trace", str(file))
+
+
+def test_a_kept_run_is_not_made_again(tmp_path: Path) -> None:
+    kept = (*SMALL, "--output", str(tmp_path))
+    assert figures(*kept) == figures(*kept), "wall_s would differ"
+    assert figures(*kept, "--policy", "round_robin")[0]["policy"] == "round_robin"
+    assert len(list(tmp_path.glob("runs/*.json"))) == 2
+    assert len(list(tmp_path.glob("requests/*.jsonl"))) == 2
+
+
+def test_the_rate_of_a_goodput_is_found() -> None:
+    one = ("--workload", "docs", "--duration", "5", "--prefill", "0", "--decode", "1")
+    result = run(*one, "--find-rate", "0.6", "--json")
+    assert result.exit_code == 0, result.output
+    (line,) = result.stdout.splitlines()
+    assert 0.4 < json.loads(line)["goodput"] < 0.8
+    assert "goodput 0.6: " in result.stderr
+
+
+@pytest.mark.parametrize("policies", [["length_threshold", "power_of_two"], ["vllm"]])
+def test_the_table_fits_80_columns(policies: list[str]) -> None:
+    words = [word for policy in policies for word in ("--policy", policy)]
+    result = run(*SMALL, *words, "--router-config", "output_tokens=300")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    for heading in ("goodput", "loose", "tight", "TTFT", "TPOT", "pause"):
+        assert heading in result.stdout, "no heading is cut"
 
 
 def test_a_profile_with_a_mistake_is_one_line(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ def test_policy_s_short_form_is_the_long_one() -> None:
     assert short == long == RouterOptions(policy="round_robin")
 
 
+PRICED = {"policy": "calibrated", "profile": "a40-qwen2.5-3b"}
+
 WRONG_LAUNCHES = [
     ({"router_plugin": "kalrouter"}, "--router-plugin calrouter"),
     ({"router_plugin": None, "router_policy": "vllm"}, "--router-plugin calrouter"),
@@ -55,6 +57,10 @@ WRONG_LAUNCHES = [
     ({"router_config": {"online_keys": 20}}, "--router-config.predictor online"),
     ({"router_config": {"max_overtake_s": 1}}, "--router-config.order deadline"),
     ({"router_config": {"profile": "a40-qwen2.5-3b"}}, "order short_first or deadline"),
+    (
+        {"router_config": {**PRICED, "default_slo": "quick"}},
+        "not in slo_classes ('tight', 'loose')",
+    ),
     ({"router_config": {"decode_order": "deadline"}}, "--router-config.prefill N"),
     ({"router_config": {"noise": 0.2}}, "--router-config.predictor noisy"),
     (
@@ -94,6 +100,12 @@ def test_a_launch_that_cannot_work_says_what_to_write(
 def test_the_rust_front_end_is_refused(value: str) -> None:
     with pytest.raises(OptionError, match="unset VLLM_USE_RUST_FRONTEND"):
         resolve(launch(), {"VLLM_USE_RUST_FRONTEND": value})
+
+
+def test_a_profile_s_class_may_be_the_default() -> None:
+    options = resolve(launch(router_config={**PRICED, "default_slo": "tight"}), {})
+    assert options is not None
+    assert options.default_slo == "tight"
 
 
 @pytest.mark.parametrize("order", ["short_first", "deadline"])

@@ -20,6 +20,22 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "vllm_calrouter.simulation.command:simulate",
         "Run a workload through the router on a cluster in virtual time.",
     ),
+    "plan": (
+        "vllm_calrouter.simulation.plan:plan",
+        "Simulate every split of so many engines into prefill and decode.",
+    ),
+    "bench": (
+        "vllm_calrouter.bench.command:bench",
+        "Run a workload against live servers and measure it.",
+    ),
+    "report": (
+        "vllm_calrouter.report.command:report",
+        "Make a page of plots from a folder of runs.",
+    ),
+    "calibrate": (
+        "vllm_calrouter.calibration.command:calibrate",
+        "Measure what work costs on a running server's engines.",
+    ),
     "explain": (
         "vllm_calrouter.explain:explain",
         "Show why a request went where it went, from a router's journal.",

@@ -77,14 +77,14 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
             f"write --router-plugin {opt.PLUGIN_NAME}"
         )
     options = opt.parse(config)
-    _check_effect(config, options)
+    check_effect(config, options)
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
     _check_models(args, options)
     if not getattr(args, "headless", False):
         # Only routers have these.
         _check_journal(options.journal)
-        _check_profile(options.profile)
+        _check_profile(options)
     launch = launch_of(args)
     check_part(launch, options, environ)
     check_telemetry(options, launch)
@@ -103,15 +103,15 @@ def _written_config(args: Namespace) -> dict[str, Any]:
     return config
 
 
-def _check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
+def check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
+    """Refuse what is written and cannot act; raises OptionError."""
     orders = {options.order, options.decode_order}
     if "max_overtake_s" in config and "deadline" not in orders:
         raise OptionError(
             "--router-config.max_overtake_s has no effect without deadlines: drop it "
             "or write --router-config.order deadline"
         )
-    priced = options.policy in opt.PRICING_POLICIES or orders != {opt.FCFS}
-    if "profile" in config and not priced:
+    if "profile" in config and not options.prices:
         raise OptionError(
             "--router-config.profile has no effect under the policy "
             f"{options.policy} and the order {opt.FCFS}: drop it or write "
@@ -209,13 +209,14 @@ def _check_models(args: Namespace, options: RouterOptions) -> None:
             )
 
 
-def _check_profile(profile: str | None) -> None:
-    if profile is None:
+def _check_profile(options: RouterOptions) -> None:
+    if options.profile is None:
         return
     try:
-        load(profile)
+        profile = load(options.profile)
     except ProfileError as error:
         raise OptionError(f"--router-config.profile: {error}") from None
+    opt.check_slo_names(options, options.slo_classes or profile.slo)
 
 
 def _check_journal(journal: str | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -107,6 +107,12 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     long_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     seed: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
+    @property
+    def prices(self) -> bool:
+        """Whether anything asks what work costs."""
+        orders = {self.order, self.decode_order}
+        return self.policy in PRICING_POLICIES or orders != {FCFS}
+
     def role_limits(self, *, prefill: bool) -> dict[str, int]:
         """Scheduler limits written for one role, by vLLM's name for each."""
         role = "prefill" if prefill else "decode"
@@ -167,7 +173,8 @@ HELP = {
     "so many times its TTFT target before an engine begins with it. Not given: all are "
     "let in.",
     "slo_classes": "Latency targets by class, which vllm_xargs.slo names: "
-    '{"tight": {"ttft_ms": 175, "tpot_ms": 40}}.',
+    '{"tight": {"ttft_ms": 175, "tpot_ms": 40}}. Without it those of the profile, '
+    "where one is written.",
     "default_slo": "Class of requests that name none and state no targets.",
     "defaults": "By served model or adapter, what its requests have unless they say "
     'otherwise: {"MODEL": {"slo": "tight", "output_tokens": 100}}.',
@@ -225,7 +232,9 @@ def parse(config: Mapping[str, Any]) -> RouterOptions:
         )
     _check_order("order", options.order, ORDERS)
     _check_order("decode_order", options.decode_order, DECODE_ORDERS)
-    _check_slo_names(options)
+    if options.slo_classes or options.profile is None:
+        # A profile's own classes are known where it can be read.
+        check_slo_names(options, options.slo_classes)
     return options
 
 
@@ -237,12 +246,13 @@ def _check_order(key: str, order: str, known: tuple[str, ...]) -> None:
         )
 
 
-def _check_slo_names(options: RouterOptions) -> None:
+def check_slo_names(options: RouterOptions, classes: Collection[str]) -> None:
+    """Raises OptionError for a default of a class that is not there."""
     named = {"default_slo": options.default_slo}
     named |= {f"defaults.{model}": one.slo for model, one in options.defaults.items()}
     for key, name in named.items():
-        if name is not None and name not in options.slo_classes:
-            known = ", ".join(map(repr, options.slo_classes)) or "none"
+        if name is not None and name not in classes:
+            known = ", ".join(map(repr, classes)) or "none"
             raise OptionError(
                 f"the SLO class {name!r} that --router-config {key!r} names is not in "
                 f"slo_classes ({known}): add it there, or name another"

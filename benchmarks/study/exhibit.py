@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from benchmarks.runs import Figures
+from vllm_calrouter.simulation.pool import Figures
 from vllm_calrouter.simulation.results import mean_and_error
 
 #: Options of `calrouter simulate` by name without dashes. `router-config.KEY` is one of

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.runs import Figures, simulated
+from vllm_calrouter.simulation.pool import Figures, simulated
 from vllm_calrouter.simulation.results import percentile
 
 #: Shares of requests at which the distribution of TTFT is kept.

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from benchmarks import runs
-from benchmarks.runs import Figures, Runs, stored
+from benchmarks.runs import Runs, stored
+from vllm_calrouter.simulation.pool import Figures
 
 
 def made(arguments: str) -> Figures:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import math
+import random
 import sys
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from tests.calibration.steps import traffic
 from tests.calibration.test_fit import any_steps, off, worst
 from vllm_calrouter.calibration import EngineCosts, load
-from vllm_calrouter.calibration.fit import CONSTANTS, values_of
+from vllm_calrouter.calibration.fit import CONSTANTS, as_arrays, predict, values_of
 from vllm_calrouter.calibration.online import OnlineFit
 from vllm_calrouter.messages import StepTiming
 
@@ -55,6 +57,70 @@ def test_a_first_compilation_spoils_nothing(first: int) -> None:
     slow = traffic(A40.faster(1e-3), first, seed=7)
     fit = fed(A40, slow, traffic(A40, 300, seed=1, noise=0.005))
     assert worst(fit.costs, A40) < 0.06
+
+
+def absurd(seed: int, count: int, kinds: str, how: str) -> list[StepTiming]:
+    """Steps of 42 to 303 s, or all too slow or too fast by one factor."""
+    draw = random.Random(seed)
+    factor = {"slow": 3000.0, "odd": 20.0, "fast": 0.01}
+    return [
+        msgspec.structs.replace(
+            step,
+            seconds=step.seconds * factor[how]
+            if how in factor
+            else draw.uniform(42, 303),
+        )
+        for step in traffic(A40, count, seed=seed, kinds=kinds)
+    ]
+
+
+def off_by(fit: OnlineFit, kinds: str) -> float:
+    """The largest relative error of predictions of ordinary steps."""
+    steps = traffic(A40, 60, seed=9, kinds=kinds, noise=0.0)
+    work, seconds = as_arrays(steps)
+    return float(np.abs(predict(work, values_of(fit.costs)) / seconds - 1).max())
+
+
+@pytest.mark.parametrize("how", ["seconds", "slow", "odd", "fast"])
+@pytest.mark.parametrize("count", [8, 12, 24])
+@pytest.mark.parametrize("heard", [10, 300])
+@pytest.mark.parametrize("kinds", ["d", "dddp"])
+def test_a_burst_of_absurd_steps_is_survived(
+    how: str, count: int, heard: int, kinds: str
+) -> None:
+    fit = fed(
+        A40.faster(7.4),
+        traffic(A40, heard, kinds=kinds, noise=0.005),
+        absurd(count + heard, count, kinds, how),
+        traffic(A40, 80, seed=1, kinds=kinds, noise=0.005),
+    )
+    assert fit.settled
+    assert off_by(fit, kinds) < 0.05
+    assert off(fit.costs, A40)["decode_base_s"] == pytest.approx(0, abs=0.02)
+
+
+def test_steps_that_do_not_agree_are_no_other_engine() -> None:
+    fit = fed(A40, traffic(A40, 300, noise=0.01))
+    before = fit.costs
+    for step in absurd(1, 40, "pdm", "seconds"):
+        fit.observe(step)
+        assert fit.costs == before
+
+
+def test_an_engine_that_is_again_what_it_was_is_known_at_once() -> None:
+    fit = fed(A40.faster(7.4), traffic(A40, 400, noise=0.005))
+    before = fit.costs
+    for step in absurd(2, 16, "d", "odd"):
+        fit.observe(step)
+    assert fit.costs.decode_base_s > 10 * A40.decode_base_s
+    for step in traffic(A40, 12, seed=3, kinds="d", noise=0.005):
+        fit.observe(step)
+    assert fit.settled
+    assert fit.costs.prefill_per_token_s == pytest.approx(
+        before.prefill_per_token_s, rel=0.01
+    )
+    assert fit.standard_errors["prefill_per_token_s"] < 0.02 * A40.prefill_per_token_s
+    assert worst(fit.costs, A40) < 0.05
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 / 1.5, 1.5, 3.0])

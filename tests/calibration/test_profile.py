@@ -254,3 +254,33 @@ def test_a_long_prompt_is_promised_a_multiple_of_its_own_prefill() -> None:
     assert flat.ttft_target_s(8_000, costs) == 0.175
     assert scaled.ttft_target_s(10, costs) == 0.175
     assert scaled.ttft_target_s(8_000, costs) == 2.62 * costs.prefill_s(8_000)
+
+
+SERVED = {
+    "model": "Qwen/Qwen2.5-3B",
+    "dtype": "bfloat16",
+    "kv_dtype": "bfloat16",
+    "tensor_parallel": 1,
+    "gpu": "NVIDIA A40",
+}
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-3B", "/models/Qwen2.5-3B"])
+def test_a_profile_of_what_is_served_differs_in_nothing(model: str) -> None:
+    assert load(A40).unlike({**SERVED, "model": model}) == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model", "Qwen/Qwen2.5-7B"),
+        ("dtype", "float16"),
+        ("kv_dtype", "fp8"),
+        ("tensor_parallel", 2),
+        ("gpu", "NVIDIA H100"),
+    ],
+)
+def test_a_profile_of_something_else_says_in_what(name: str, value: Any) -> None:
+    here = {**SERVED, name: value}
+    its = SERVED[name]
+    assert load(A40).unlike(here) == f"{name} {its}, here {value}"

@@ -37,9 +37,11 @@ def step(
 class Machine:
     """Time that passes only by sleeping and by work."""
 
-    def __init__(self, costs: EngineCosts = A40) -> None:
+    def __init__(self, costs: EngineCosts = A40, poll_s: float = 0.0) -> None:
         self.now_s = 50.0
-        self.pacer = Pacer(costs, clock=lambda: self.now_s, sleep=self.pass_by)
+        self.pacer = Pacer(
+            costs, poll_s=poll_s, clock=lambda: self.now_s, sleep=self.pass_by
+        )
 
     def pass_by(self, seconds: float) -> None:
         assert seconds > 0
@@ -100,6 +102,13 @@ def test_an_idle_engine_s_step_begins_when_it_is_handed_over(next_step: Any) -> 
 
 def test_a_step_that_computes_nothing_takes_no_time() -> None:
     assert Machine().run(step()) == 0.0
+
+
+def test_waiting_is_slowed_down_with_the_rest() -> None:
+    machine = Machine(poll_s=0.007)
+    assert machine.run(step()) == pytest.approx(0.007)
+    taken_s = machine.run(step({"a": (0, 512)}))
+    assert taken_s == pytest.approx(A40.prefill_s(512))
 
 
 def test_a_machine_that_does_not_keep_up_is_told_of(

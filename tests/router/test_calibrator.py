@@ -42,7 +42,6 @@ class Setting:
             clock=lambda: self.now_s,
         )
         self.told = [0] * len(priors)
-        self.warned: list[str] = []
 
     def set_costs(self, rank: int, costs: Costs) -> None:
         self.put[rank] = costs
@@ -101,8 +100,8 @@ def test_engines_that_differ_get_their_own_constants() -> None:
     setting = Setting([A40, A40])
     for rank, costs in enumerate((A40, slow)):
         setting.report(rank, traffic(costs, 300, seed=rank, noise=0.005))
-    assert off(setting.calibrator.costs(1), slow)["decode_base_s"] < 0.02
-    assert off(setting.calibrator.costs(0), A40)["decode_base_s"] < 0.02
+    assert abs(off(setting.calibrator.costs(1), slow)["decode_base_s"]) < 0.02
+    assert abs(off(setting.calibrator.costs(0), A40)["decode_base_s"]) < 0.02
 
 
 def test_an_engine_that_was_not_heard_costs_what_its_peers_do() -> None:
@@ -134,6 +133,16 @@ def test_a_wrong_profile_is_noticed_within_100_steps(
         assert not setting.put
 
 
+def test_wrong_prefill_is_noticed_where_most_steps_decode(warned: list[str]) -> None:
+    wrong = A40.changed(
+        prefill_base_s=0.0, prefill_per_token_s=A40.prefill_per_token_s / 7.4
+    )
+    setting = Setting([wrong], takes_over=False)
+    setting.report(0, traffic(A40, 130, kinds="ddddp"))
+    assert len(warned) == 1
+    assert setting.state(0)["drifts"]
+
+
 def test_a_right_profile_is_no_drift(warned: list[str]) -> None:
     setting = Setting([A40], takes_over=False)
     setting.report(0, traffic(A40, 500, outliers=0.1))
@@ -141,14 +150,12 @@ def test_a_right_profile_is_no_drift(warned: list[str]) -> None:
     assert not setting.state(0)["drifts"]
 
 
-def test_an_engine_that_slows_down_is_told_once_and_followed(
-    warned: list[str],
-) -> None:
+def test_an_engine_that_slows_down_is_followed() -> None:
     setting = Setting([A40])
     setting.report(0, traffic(A40, 300, noise=0.01))
     slow = A40.faster(0.5)
     setting.report(0, traffic(slow, 200, noise=0.01))
-    assert off(setting.calibrator.costs(0), slow)["decode_base_s"] < 0.05
+    assert abs(off(setting.calibrator.costs(0), slow)["decode_base_s"]) < 0.05
     assert setting.ratio(0) == pytest.approx(1, abs=0.05)
 
 

@@ -24,6 +24,7 @@ class Client(RouterClient):
         placer = Placer(OPTIONS, Pools(2, 1))
         self.router: Any = SimpleNamespace(options=OPTIONS, placer=placer)
         self.answers = answers
+        self.client_index = 0
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         if isinstance(self.answers, Exception):
@@ -61,3 +62,45 @@ async def test_the_state_is_there_when_a_host_is_gone(
     monkeypatch.setattr(module, "_ANSWER_S", 0.01)
     assert await Client(None).engine_states() == []
     assert await Client([{"rank": 0}]).engine_states() == [{"rank": 0}]
+
+
+def vllm_config(**changes: Any) -> Any:
+    model = {"model": "Qwen/Qwen2.5-3B", "dtype": "torch.bfloat16", **changes}
+    return SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=4096, **model),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(tensor_parallel_size=2),
+    )
+
+
+def test_what_is_served_is_named_as_in_a_profile() -> None:
+    served = module._served(vllm_config())
+    assert served["dtype"] == served["kv_dtype"] == "bfloat16"
+    assert served["tensor_parallel"] == 2
+    assert served["gpu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"policy": "calibrated", "profile": "a40-qwen2.5-3b"}, "tensor_parallel 1, "),
+        ({"policy": "calibrated"}, "no profile was written"),
+        ({"order": "deadline", "profile": "a40-qwen2.5-3b"}, "calrouter calibrate"),
+        ({"policy": "least_loaded"}, None),
+    ],
+)
+def test_a_profile_of_something_else_is_warned_of_once(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], says: str | None
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(
+        module.logger, "warning", lambda text, *args: said.append(text % args)
+    )
+    for index in range(3):
+        client = Client([])
+        client.client_index = index
+        client.router = SimpleNamespace(options=RouterOptions(**options))
+        client.served = module._served(vllm_config())
+        client._warn_of_profile()
+    assert len(said) == (says is not None)
+    assert not says or says in said[0]

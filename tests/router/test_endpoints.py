@@ -17,6 +17,7 @@ from vllm_calrouter.introduction import read
 from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.router.endpoints import RouterEndpoints
 from vllm_calrouter.router.router import Router
+from vllm_calrouter.router.split import Split
 
 
 class Client:
@@ -29,6 +30,8 @@ class Client:
             [introduce(RouterOptions(telemetry="tcp://10.0.0.1:5600"), 1)]
         )
         self.calibrator: Any = None
+        self.served = {"model": "tiny"}
+        self.split = Split(self.router.pools)
 
     async def engine_states(self) -> list[dict[str, Any]]:
         return [{"rank": rank} for rank in range(3)]
@@ -49,6 +52,12 @@ async def test_the_state_shows_every_engine() -> None:
     state = (await page(None)).get("/router/state").json()
     assert [row["rank"] for row in state["load"]] == [0, 1, 2]
     assert (state["idle"], state["prefill_engines"]) == (True, 1)
+    assert state["split"] == {
+        "prefill_engines": 1,
+        "suggested_prefill_engines": None,
+        "prefill_use": None,
+        "decode_use": None,
+    }
 
 
 async def test_the_state_shows_what_was_heard() -> None:

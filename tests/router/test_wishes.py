@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from vllm_calrouter.calibration import load
 from vllm_calrouter.options import parse
 from vllm_calrouter.router import wishes
 from vllm_calrouter.router.wishes import About, Rules, Wishes
@@ -43,6 +44,38 @@ def test_defaults_go_from_the_model_s_to_everyone_s() -> None:
     assert RULES.read({}, "small").slo == "tight"
     assert RULES.read({}, "other").slo == RULES.read({}, None).slo == "loose"
     assert RULES.read({"slo": "batch"}, "small") == Wishes(slo="batch")
+
+
+PROMISED = Rules(parse({"profile": "a40-qwen2.5-3b", "default_slo": "loose"}))
+
+
+def test_a_profile_alone_brings_its_classes() -> None:
+    wanted = PROMISED.read({"slo": "tight"}, None)
+    assert (wanted.slo, wanted.ttft_s, wanted.tpot_s) == ("tight", 0.175, 0.0397)
+    assert PROMISED.read({}, None).slo == "loose"
+    with pytest.raises(VLLMValidationError, match="one of loose, tight"):
+        PROMISED.read({"slo": "batch"}, None)
+
+
+def test_of_a_profile_s_class_a_long_prompt_has_longer() -> None:
+    profile = load("a40-qwen2.5-3b")
+    wanted = PROMISED.read({"slo": "tight"}, None)
+    assert PROMISED.for_prompt(wanted, 10).ttft_s == 0.175
+    expected_s = profile.slo["tight"].ttft_target_s(4000, profile.costs)
+    assert expected_s > 1.0
+    assert PROMISED.for_prompt(wanted, 4000).ttft_s == pytest.approx(expected_s)
+
+
+def test_a_client_s_own_figure_is_the_same_for_every_prompt() -> None:
+    wanted = PROMISED.read({"slo": "tight", "slo_ttft_ms": 90}, None)
+    assert PROMISED.for_prompt(wanted, 4000).ttft_s == 0.09
+    assert wanted.tpot_s == 0.0397
+
+
+def test_configured_classes_replace_the_profile_s() -> None:
+    rules = Rules(parse({**OPTIONS, "profile": "a40-qwen2.5-3b"}))
+    wanted = rules.read({"slo": "loose"}, None)
+    assert rules.for_prompt(wanted, 4000) == Wishes(slo="loose", ttft_s=0.525)
 
 
 def test_a_model_s_length_is_where_prediction_starts_not_a_hint() -> None:

@@ -41,9 +41,10 @@ PREFILL_BASE, DECODE_BASE = 0, 3
 _COMMON_SD = 1.0
 _OWN_SD = 2.0
 
-#: A prior of 0 stands for a constant that takes a hundredth of the larger base at so
-#: many units (once, tokens, squared tokens, sequences).
+#: A step of some size (once, tokens, squared tokens; once, sequences, tokens). Of a
+#: prior near 0 it is believed that it takes 0.5 % of such a step or so.
 _UNITS = np.array([1.0, 1e3, 1e6, 1.0, 1e1, 1e4])
+_STAND_IN = 0.005
 
 #: Huber's and Tukey's constants for 95 % efficiency under normal noise (P. J. Huber,
 #: Robust Statistics, 1981; A. E. Beaton and J. W. Tukey, Technometrics 16, 1974).
@@ -58,7 +59,7 @@ _MAD = 1.4826
 LEAST_NOISE = 1e-3
 
 #: Seconds below which no engine steps.
-_LEAST_S = 1e-6
+LEAST_S = 1e-6
 
 #: The least share of a step's prior that is divided by: constants below 0 may predict
 #: nothing, or less.
@@ -152,7 +153,7 @@ def as_arrays(steps: Sequence[StepTiming]) -> tuple[Array, Array]:
 def is_timed(step: StepTiming) -> bool:
     """Whether the step computed something, and took the time that this takes."""
     work = step.prefill_tokens or step.decode_seqs
-    return step.seconds >= _LEAST_S and bool(work)
+    return step.seconds >= LEAST_S and bool(work)
 
 
 def values_of(costs: EngineCosts) -> Array:
@@ -197,11 +198,13 @@ def predict(work: Array, values: Array) -> Array:
 
 
 def prior_of(costs: EngineCosts) -> tuple[Array, Array]:
-    """The prior's constants, and the scale of each: itself where it is not 0."""
+    """The prior's constants, and the scale of each: itself where it is not near 0.
+
+    A constant in proportion to next to nothing would stay there whatever steps say.
+    """
     values = values_of(costs)
-    largest_base = max(values[PREFILL_BASE], values[DECODE_BASE], _LEAST_S)
-    stand_in = 0.01 * largest_base / _UNITS
-    return values, np.where(values > 0.0, values, stand_in)
+    typical_s = max(float(values @ _UNITS), LEAST_S)
+    return values, np.maximum(values, _STAND_IN * typical_s / _UNITS)
 
 
 def beliefs_about(centre: Array, scale: Array) -> Array:

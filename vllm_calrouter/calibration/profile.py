@@ -12,6 +12,7 @@ import difflib
 import math
 import os
 import tempfile
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -207,6 +208,21 @@ class Profile(
             _check(f"standard_errors.{name}", error, 0, math.inf)
         for name in self.notes:
             _known(name, "notes")
+
+    def unlike(self, served: Mapping[str, Any]) -> str:
+        """How what is served differs from what this was measured on; empty: in nothing.
+
+        Args:
+            served: `model`, `dtype`, `kv_dtype`, `tensor_parallel`, `gpu`, worded as
+                the profile's. Of a model the name counts, not whose it is or where.
+        """
+        differences = []
+        for name in ("model", "dtype", "kv_dtype", "tensor_parallel", "gpu"):
+            its, here = getattr(self, name), served[name]
+            same = Path(its).name == Path(here).name if name == "model" else its == here
+            if not same:
+                differences.append(f"{name} {its}, here {here}")
+        return "; ".join(differences)
 
     def costs_of(self, *, prefill: bool) -> EngineCosts:
         """The constants of an engine of one role."""

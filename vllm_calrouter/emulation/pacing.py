@@ -37,6 +37,12 @@ _LATE_SHARE = 0.05
 _LATE_OF = 200
 
 
+#: An engine that only waits for a KV cache, or for its reader, steps once in so many
+#: seconds (vLLM's `EngineCoreProc._process_engine_step`). Slowed down with the rest, it
+#: leaves the machine to those that compute.
+_POLL_S = 0.001
+
+
 class PaceError(ValueError):
     """A pace that cannot be; one line that says what is wrong."""
 
@@ -118,6 +124,7 @@ class Pacer:
 
     Args:
         costs: how long a step takes, on the clock's time.
+        poll_s: seconds that a step without work takes.
         clock, sleep: of the machine.
     """
 
@@ -125,10 +132,12 @@ class Pacer:
         self,
         costs: EngineCosts,
         *,
+        poll_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._costs = costs
+        self._poll_s = poll_s
         self._clock = clock
         self._sleep = sleep
         self._due_s: float | None = None
@@ -142,6 +151,8 @@ class Pacer:
         """The worker is about to compute a step."""
         if not step.total_num_scheduled_tokens:
             self._due_s = None
+            if self._poll_s:
+                self._sleep(self._poll_s)
             return
         self._step_s = self._costs.step_s(*work_of(step))
         began_s = self._clock()
@@ -189,7 +200,8 @@ class Paced:
         super().__init__(*args, **kwargs)
         pace = read_pace(self.vllm_config.additional_config)
         rank = self.vllm_config.parallel_config.data_parallel_index
-        self._pacer = Pacer(pace.costs(rank))
+        poll_s = _POLL_S * max(0.0, pace.slow_down - 1)
+        self._pacer = Pacer(pace.costs(rank), poll_s=poll_s)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self._pacer.begin(scheduler_output)

@@ -5,6 +5,7 @@ from vllm_calrouter.placement.costs import (
     core_costs,
     engine_costs,
     engine_limits,
+    foreign_profile,
 )
 from vllm_calrouter.placement.placer import Choice, Placer, Pools, Prompt
 
@@ -17,4 +18,5 @@ __all__ = [
     "core_costs",
     "engine_costs",
     "engine_limits",
+    "foreign_profile",
 ]

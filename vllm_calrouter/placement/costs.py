@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_calrouter._core import Costs
 from vllm_calrouter.calibration import EngineCosts, load
@@ -28,6 +29,34 @@ def engine_costs(options: RouterOptions, engines: int) -> list[EngineCosts]:
     """
     profile = load(options.profile or STAND_IN)
     return [profile.costs_of(prefill=rank < options.prefill) for rank in range(engines)]
+
+
+def foreign_profile(options: RouterOptions, served: Mapping[str, Any]) -> str:
+    """What to know of a profile measured on something else; empty: nothing.
+
+    Args:
+        served: what runs here (`Profile.unlike`).
+
+    Raises ProfileError.
+    """
+    profile = load(options.profile or STAND_IN)
+    differences = profile.unlike(served)
+    if not differences:
+        return ""
+    whose = (
+        f"the profile {options.profile} was"
+        if options.profile
+        else f"no profile was written, and {STAND_IN} stands in, which was"
+    )
+    then = (
+        "what steps cost is fitted as they come, but not transfers"
+        if options.calibration
+        else "placements are mispriced"
+    )
+    return (
+        f"{whose} measured on something else ({differences}): {then}; measure these "
+        "engines with calrouter calibrate, and write --router-config.profile FILE"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -42,7 +42,8 @@ PUT_S = 0.5
 #: Steps that wait to be learned from; of more, the newest.
 _MOST_PENDING = 2 * MOST_TIMINGS
 
-#: An engine drifts when the median of its last steps is this factor off.
+#: An engine drifts when the median of its last steps with or without prefill is this
+#: factor off.
 DRIFT_FACTOR = 1.25
 _DRIFT_STEPS = 64
 _LEAST_DRIFT_STEPS = 16
@@ -67,7 +68,9 @@ class _Engine:
         self.source: Source = "profile"
         self.drifts = False
         self.pending: deque[StepTiming] = deque(maxlen=_MOST_PENDING)
-        self._last: deque[StepTiming] = deque(maxlen=_DRIFT_STEPS)
+        # Apart: of an engine that mostly decodes, prefill may be wrong unseen.
+        self._last_prefill: deque[StepTiming] = deque(maxlen=_DRIFT_STEPS)
+        self._last_decode: deque[StepTiming] = deque(maxlen=_DRIFT_STEPS)
         self._heard = (-1, 0)
 
     def hear(self, message: EngineMessage) -> None:
@@ -82,7 +85,8 @@ class _Engine:
         """Take in what was noted."""
         while self.pending:
             step = self.pending.popleft()
-            self._last.append(step)
+            last = self._last_prefill if step.prefill_tokens else self._last_decode
+            last.append(step)
             self.fit.observe(step)
 
     def forget(self) -> None:
@@ -91,10 +95,19 @@ class _Engine:
         self.pending.clear()
 
     def ratio(self) -> float | None:
-        """Predicted over measured seconds of its last steps, in the median."""
-        if len(self._last) < _LEAST_DRIFT_STEPS:
-            return None
-        work, seconds = as_arrays(list(self._last))
+        """Predicted over measured seconds of its last steps, in the median.
+
+        Of those with prefill or those without, whichever is further off.
+        """
+        ratios = [
+            self._ratio(last)
+            for last in (self._last_prefill, self._last_decode)
+            if len(last) >= _LEAST_DRIFT_STEPS
+        ]
+        return max(ratios, key=lambda ratio: abs(math.log(ratio)), default=None)
+
+    def _ratio(self, last: Iterable[StepTiming]) -> float:
+        work, seconds = as_arrays(list(last))
         return float(np.median(predict(work, values_of(self.costs)) / seconds))
 
 
@@ -224,6 +237,7 @@ def _describe(rank: int, engine: _Engine) -> dict[str, Any]:
         "rank": rank,
         "source": engine.source,
         "steps": engine.fit.steps,
+        "noise": engine.fit.noise,
         "step_prediction_ratio": engine.ratio(),
         "drifts": engine.drifts,
         "costs": {name: getattr(engine.costs, name) for name in CONSTANTS},

@@ -14,8 +14,14 @@ from vllm_calrouter import introduction, transport
 from vllm_calrouter.engine.scheduler import STATE_UTILITY, role_of
 from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
+from vllm_calrouter.messages import EngineMessage
 from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
-from vllm_calrouter.placement import Limits, engine_costs, engine_limits
+from vllm_calrouter.placement import (
+    Limits,
+    engine_costs,
+    engine_limits,
+    foreign_profile,
+)
 from vllm_calrouter.router import intake
 from vllm_calrouter.router.calibrator import Calibrator
 from vllm_calrouter.router.clocks import Clocks
@@ -23,6 +29,7 @@ from vllm_calrouter.router.first_token import first_token_rules
 from vllm_calrouter.router.journal import Journal
 from vllm_calrouter.router.metrics import RouterMetrics
 from vllm_calrouter.router.router import Router
+from vllm_calrouter.router.split import Split
 from vllm_calrouter.router.subscriber import Subscriber
 from vllm_calrouter.router.warm_up import warm_up
 from vllm_calrouter.seam import router_options
@@ -57,6 +64,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
             journal=Journal(options.journal) if options.journal else None,
         )
+        self.split = Split(self.router.pools)
         self.introductions: list[Introduction] = []
         self._clocks: Clocks | None = None
         self.subscriber: Subscriber | None = None
@@ -64,6 +72,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         self._listening: list[asyncio.Task[None]] = []
         self._mending: asyncio.Task[None] | None = None
         self._started = False
+        self.served = _served(vllm_config)
 
     async def get_supported_tasks_async(self) -> Any:
         """The first thing an API server asks of its engines, before it serves."""
@@ -77,14 +86,23 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         router.metrics = RouterMetrics()
         pools = router.pools
         logger.info("router: policy %s, %s", router.options.policy, pools)
+        self._warn_of_profile()
         await self._meet_engines()
         if router.options.telemetry != transport.OFF:
             self._listen()
         if router.options.admission is not None:
             intake.guard(router.admit)
-        self._mending = asyncio.create_task(_drop_expired(router))
+        self._mending = asyncio.create_task(_now_and_then(router, self.split))
         if pools.disaggregated and router.options.warm_up:
             await warm_up(router, self._send, self.ensure_alive)
+
+    def _warn_of_profile(self) -> None:
+        options = self._router.options
+        # Of several API servers one says it.
+        if not options.prices or self.client_index:
+            return
+        if told := foreign_profile(options, self.served):
+            logger.warning("router: %s", told)
 
     async def _meet_engines(self) -> None:
         """Learn where engines are, and that each was started to work with this router.
@@ -118,7 +136,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
             table=router.placer.table,
             keys=_router_keys(router.options),
             metrics=router.metrics,
-            listener=self.calibrator.hear if self.calibrator else None,
+            listener=self._heard,
         )
         router.placer.refresh = self.subscriber.refresh
         self._listening.append(asyncio.create_task(self.subscriber.run()))
@@ -131,6 +149,11 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         if self.subscriber is not None:
             self._router.placer.refresh = None
             self.subscriber.close()
+
+    def _heard(self, message: EngineMessage) -> None:
+        self.split.hear(message)
+        if self.calibrator is not None:
+            self.calibrator.hear(message)
 
     @property
     def _router(self) -> Router:
@@ -225,6 +248,26 @@ def _limits(config: Any, options: RouterOptions, engines: int) -> list[Limits]:
     return engine_limits(options, engines, common)
 
 
+def _served(config: Any) -> dict[str, Any]:
+    """What runs here, as a profile names it."""
+    from vllm.platforms import current_platform
+
+    model, cache = config.model_config, config.cache_config
+    dtype = str(model.dtype).removeprefix("torch.")
+    try:
+        gpu = current_platform.get_device_name()
+    except NotImplementedError:
+        gpu = "unknown"
+    return {
+        "model": model.model,
+        "dtype": dtype,
+        "kv_dtype": dtype if cache.cache_dtype == "auto" else cache.cache_dtype,
+        "tensor_parallel": config.parallel_config.tensor_parallel_size,
+        "gpu": gpu or "unknown",
+        "max_model_len": model.max_model_len,
+    }
+
+
 def _calibrator(router: Router) -> Calibrator:
     options, pools = router.options, router.pools
     return Calibrator(
@@ -236,8 +279,11 @@ def _calibrator(router: Router) -> Calibrator:
     )
 
 
-async def _drop_expired(router: Router) -> None:
+async def _now_and_then(router: Router, split: Split) -> None:
     while True:
         await asyncio.sleep(_MEND_EVERY_S)
+        suggested = split.suggested_prefill()
+        if router.metrics and suggested is not None:
+            router.metrics.split_suggested(suggested)
         if dropped := router.drop_expired():
             logger.warning("%d bookings were never released, and are dropped", dropped)

@@ -26,7 +26,8 @@ class RouterEndpoints:
     """The router's pages, and its ear for headers.
 
     - `GET /router/state`: this API server's books, where the engines are, what it heard
-      of them and how long ago, what work costs there, and what they hold now
+      of them and how long ago, what work costs there, how they would be split better,
+      and what they hold now
       (`?engines=false`: without asking them, which waits for a step's end).
     - `GET /router/decisions`: the last requests it routed, as the journal has them.
     """
@@ -63,8 +64,17 @@ class RouterEndpoints:
             for engine in client.introductions
         ]
         costs = client.calibrator.describe() if client.calibrator else []
-        state = {**describe(client.router), "hosts": hosts, "heard": heard}
-        return JSONResponse({**state, "calibration": costs, "engines": held})
+        return JSONResponse(
+            {
+                **describe(client.router),
+                "served": client.served,
+                "hosts": hosts,
+                "heard": heard,
+                "calibration": costs,
+                "split": client.split.describe(),
+                "engines": held,
+            }
+        )
 
     async def _decisions(
         self,

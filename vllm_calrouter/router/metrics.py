@@ -110,9 +110,15 @@ class RouterMetrics:
             "livemax",
             "engine",
         )
+        self._suggested = gauge(
+            "suggested_prefill_engines",
+            "Prefill engines of the split that would leave both pools most room.",
+            "livemostrecent",
+        )
         self._step_ratio = gauge(
             "step_prediction_ratio",
-            "Predicted / measured seconds of an engine's last steps, in the median.",
+            "Predicted / measured seconds of an engine's last steps, in the median; of "
+            "those with prefill or without, whichever is further off.",
             "livemostrecent",
             "engine",
         )
@@ -154,6 +160,9 @@ class RouterMetrics:
 
     def silence(self, rank: int, seconds: float) -> None:
         self._silence_s.labels(str(rank)).set(seconds)
+
+    def split_suggested(self, prefill_engines: int) -> None:
+        self._suggested.set(prefill_engines)
 
     def step_predicted(self, rank: int, ratio: float) -> None:
         self._step_ratio.labels(str(rank)).set(ratio)

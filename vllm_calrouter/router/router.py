@@ -294,6 +294,7 @@ class Router:
             # Only what came past `intake.py`: too late to refuse it.
             logger.warning_once("wishes ignored: %s", str(error))
             wishes = self._rules.defaults(model)
+        wishes = self._rules.for_prompt(wishes, prompt)
         return wishes, Features(
             number=next(self._numbers),
             prior_tokens=self._rules.prior_tokens(model),

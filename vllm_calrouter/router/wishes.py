@@ -11,8 +11,9 @@ Precedence, for each figure by itself:
 3. the SLO class that `vllm_xargs.slo` names;
 4. the class of the served model (`defaults.MODEL.slo`), then `default_slo`.
 
-A figure thus beats a class, and the body beats a header. `defaults.MODEL.output_tokens`
-is no wish: it is what a predictor starts from (`Rules.prior_tokens`).
+Classes are those of `slo_classes`; where none are written, the profile's. A figure thus
+beats a class, and the body beats a header. `defaults.MODEL.output_tokens` is no wish:
+it is what a predictor starts from (`Rules.prior_tokens`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import msgspec
 from msgspec import Meta
 from vllm.exceptions import VLLMValidationError
 
+from vllm_calrouter.calibration import Profile, load
 from vllm_calrouter.options import RouterOptions
 
 #: Names in `vllm_xargs` that are the router's; all others are left alone.
@@ -53,14 +55,17 @@ _Short = Annotated[str, Meta(max_length=500)]
 class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     """What one request wishes for; None: nothing asked.
 
-    `ttft_s` and `tpot_s` are targets in seconds, after all defaults; `output_tokens` is
-    the client's own figure. `true_output_tokens` serves experiments only. `first_token`
-    is whether it may come early, with a pause after it.
+    `ttft_s` and `tpot_s` are targets in seconds, after all defaults. A long prompt may
+    take `ttft_prefill_multiple` times what its prefill takes alone, if that is more
+    (`Rules.for_prompt`). `output_tokens` is the client's own figure.
+    `true_output_tokens` serves experiments only. `first_token` is whether it may come
+    early, with a pause after it.
     """
 
     slo: str | None = None
     ttft_s: float | None = None
     tpot_s: float | None = None
+    ttft_prefill_multiple: float = 0.0
     output_tokens: int | None = None
     true_output_tokens: int | None = None
     first_token: bool = True
@@ -80,14 +85,21 @@ class Rules:
     """Reads wishes under the SLO classes and defaults of the options.
 
     Args:
-        options: `slo_classes`, `defaults`, `default_slo`, `output_tokens`.
+        options: `slo_classes`, or without them the `profile`'s; `defaults`,
+            `default_slo`, `output_tokens`.
+
+    Raises ProfileError.
     """
 
     def __init__(self, options: RouterOptions) -> None:
-        self._classes = {
-            name: Wishes(slo=name, ttft_s=_s(one.ttft_ms), tpot_s=_s(one.tpot_ms))
-            for name, one in options.slo_classes.items()
-        }
+        self._profile: Profile | None = None
+        if options.slo_classes:
+            self._classes = _configured(options)
+        elif options.profile is not None:
+            self._profile = load(options.profile)
+            self._classes = _promised(self._profile)
+        else:
+            self._classes = {}
         self._nothing = Wishes()
         self._default = self._class(options.default_slo)
         self._by_model = {
@@ -128,16 +140,31 @@ class Rules:
             base = self._named(named)
         ttft_ms = target_ms(extra.get(SLO_TTFT_MS), SLO_TTFT_MS)
         tpot_ms = target_ms(extra.get(SLO_TPOT_MS), SLO_TPOT_MS)
+        multiple = base.ttft_prefill_multiple
         return Wishes(
             slo=base.slo,
             ttft_s=base.ttft_s if ttft_ms is None else ttft_ms / 1e3,
             tpot_s=base.tpot_s if tpot_ms is None else tpot_ms / 1e3,
+            ttft_prefill_multiple=multiple if ttft_ms is None else 0.0,
             output_tokens=tokens(extra.get(OUTPUT_TOKENS), OUTPUT_TOKENS),
             true_output_tokens=tokens(
                 extra.get(TRUE_OUTPUT_TOKENS), TRUE_OUTPUT_TOKENS
             ),
             first_token=switch(extra.get(FIRST_TOKEN), FIRST_TOKEN),
         )
+
+    def for_prompt(self, wishes: Wishes, prompt_tokens: int) -> Wishes:
+        """The same with the TTFT target that a prompt of this length has.
+
+        At the profile's costs, whatever is measured since: a promise stays the same.
+        """
+        multiple = wishes.ttft_prefill_multiple
+        if not multiple or self._profile is None or wishes.ttft_s is None:
+            return wishes
+        own_s = multiple * self._profile.costs_of(prefill=True).prefill_s(prompt_tokens)
+        if own_s <= wishes.ttft_s:
+            return wishes
+        return msgspec.structs.replace(wishes, ttft_s=own_s)
 
     def check(self, params: Any) -> None:
         """Refuse a request whose wishes cannot be meant, or that lacks the truth an
@@ -169,6 +196,25 @@ class Rules:
         raise VLLMValidationError(
             f"vllm_xargs.slo must be {advice}; got {shown(name)}", parameter=SLO
         )
+
+
+def _configured(options: RouterOptions) -> dict[str, Wishes]:
+    return {
+        name: Wishes(slo=name, ttft_s=_s(one.ttft_ms), tpot_s=_s(one.tpot_ms))
+        for name, one in options.slo_classes.items()
+    }
+
+
+def _promised(profile: Profile) -> dict[str, Wishes]:
+    return {
+        name: Wishes(
+            slo=name,
+            ttft_s=one.ttft_s,
+            tpot_s=one.tpot_s,
+            ttft_prefill_multiple=one.ttft_prefill_multiple,
+        )
+        for name, one in profile.slo.items()
+    }
 
 
 OURS = frozenset(

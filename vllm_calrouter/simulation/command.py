@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import msgspec
@@ -22,24 +21,23 @@ from vllm_calrouter.calibration import (
     load,
     shipped,
 )
+from vllm_calrouter.console import Wrong, number, pair, progress
+from vllm_calrouter.launch import check_effect
 from vllm_calrouter.options import POLICIES, OptionError, RouterOptions, parse
-from vllm_calrouter.workloads import (
-    FAMILIES,
-    Arrival,
-    Replay,
-    WorkloadError,
-    generate,
-    replay,
-    with_hints,
+from vllm_calrouter.runs import Run, RunsError, RunsFolder, Write, code_version
+from vllm_calrouter.workloads import Arrival, saturation
+from vllm_calrouter.workloads.options import (
+    HELP,
+    Traffic,
+    digest,
+    make_arrivals,
+    mean_rate,
+    traffic_options,
 )
 
 if TYPE_CHECKING:
+    from vllm_calrouter.simulation.cluster import Cluster
     from vllm_calrouter.simulation.results import Served
-
-_FAMILY_HELP = "\n".join(
-    f"  {name:<10} {family.about}; {family.rate:g} req/s"
-    for name, family in FAMILIES.items()
-)
 
 _HELP = f"""Run a workload through the router on a cluster in virtual time.
 
@@ -48,53 +46,41 @@ step takes is the profile's word. The router is the one that runs in the API ser
 needs no GPU and runs much faster than real time. The same options give the same result,
 bit for bit.
 
-\b
-Workloads (--workload), with the rates at which the shipped profile's 2 + 4 engines
-come under pressure:
-{_FAMILY_HELP}
-
-Or replay a recorded trace (--trace FILE): CSV, gzipped or not, with the columns
-arrival_s, input_tokens, output_tokens and, for shared prefixes, hash_ids.
-
-Goodput is the share of requests whose first token came within the TTFT target of their
-SLO class and whose other tokens came within its TPOT target on average.
+{HELP}
 
 \b
 Examples:
   calrouter simulate --workload mixed --policy least_loaded --prefill 2 --decode 4
   calrouter simulate --workload chat --policy round_robin --policy least_loaded \\
-      --seed 1 --seed 2 --seed 3
+      --seed 1 --seed 2 --seed 3 --output chat
+  calrouter report chat
   calrouter simulate --trace azure.csv.gz --start 600 --duration 300 --rate 10
+  calrouter simulate --workload mixed --policy round_robin --policy calibrated \\
+      --find-rate 0.7
 
 Several --policy or --seed compare: every policy sees the same requests of each seed,
 and differences are taken seed by seed against the first policy.
 """
 
+#: Options of the router's that nothing in virtual time acts on, and what to do instead.
+_WITHOUT_EFFECT = {
+    "warm_up": "nothing is cold in virtual time: drop it",
+    "kv_load_failure": "no transfer fails in virtual time: drop it",
+    "journal": "write --requests-file or --output",
+    "telemetry": "engines tell routers without sockets: drop it",
+    "telemetry_keys": "engines tell routers without sockets: drop it",
+    "calibration": "steps take exactly what the profile says: drop it",
+    "profile": "write --profile",
+    "defaults": "requests name no model: drop it",
+}
 
-class _Wrong(click.ClickException):
-    """One line on stderr, exit code 2."""
-
-    exit_code = 2
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"calrouter simulate: error: {self.message}", err=True)
+#: Options of the router's that a simulation has under another name.
+_OWN = {"policy": "--policy", "prefill": "--prefill", "seed": "--seed"}
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a run depends on but policy and seed, as written."""
+    """The cluster that a run depends on, as written."""
 
-    workload: str | None
-    trace: Path | None
-    start: float
-    duration: float | None
-    rate: float | None
-    spread: float
-    hash_block_tokens: int
-    skip_too_long: bool
-    slo_mix: str | None
-    slo_targets: bool
-    length_hints: bool
-    length_error: float
     profile: str
     router_profile: str | None
     slo: tuple[str, ...]
@@ -111,70 +97,46 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True):
     routers: int
     report_ms: float
 
+    def describe(self) -> str:
+        """In words, all that tells its engines from others."""
+        parts = [f"{self.prefill} + {self.decode} engines", self.profile]
+        if self.router_profile is not None:
+            parts.append(f"taken for {self.router_profile}")
+        parts += [f"targets {text}" for text in self.slo]
+        parts += [f"rank {text.replace('=', ' at speed ')}" for text in self.speed]
+        if self.kv_tokens is not None:
+            parts.append(f"{self.kv_tokens:,} KV tokens")
+        if self.max_num_seqs != 64:
+            parts.append(f"{self.max_num_seqs} slots")
+        if self.max_num_batched_tokens != 2048:
+            parts.append(f"{self.max_num_batched_tokens} tokens a step")
+        if self.max_model_len != 32_768:
+            parts.append(f"model of {self.max_model_len:,} tokens")
+        if self.block_size != 16:
+            parts.append(f"blocks of {self.block_size}")
+        if not self.prefix_caching:
+            parts.append("no prefix caching")
+        if self.routers != 1:
+            parts.append(f"{self.routers} routers")
+        if self.report_ms != 100:
+            parts.append(f"reports every {self.report_ms:g} ms")
+        return ", ".join(parts)
+
+
+class _Job(NamedTuple):
+    """One run to be made."""
+
+    options: RouterOptions
+    arrivals: Sequence[Arrival]
+    traffic: Traffic
+    seed: int
+
 
 _PLURAL = " May be given several times, to compare."
 
 
 @click.command(help=_HELP)
-@click.option("--workload", metavar="NAME", help=f"One of {', '.join(FAMILIES)}.")
-@click.option("--trace", type=click.Path(path_type=Path), help="Replay this file.")
-@click.option(
-    "--start", type=float, default=0.0, help="Trace: begin at this second of it."
-)
-@click.option(
-    "--duration",
-    type=float,
-    help="Seconds of arrivals; 90 for a workload, all of a trace. Of a trace, in its "
-    "own time.",
-)
-@click.option(
-    "--rate",
-    type=float,
-    help="Mean requests a second; the workload's own, or as recorded, without it.",
-)
-@click.option(
-    "--spread",
-    type=float,
-    default=0.0,
-    help="Trace: move each request later by a random part of so many seconds, for "
-    "coarse stamps.",
-)
-@click.option(
-    "--hash-block-tokens",
-    type=click.IntRange(1),
-    default=512,
-    show_default=True,
-    help="Trace: tokens a name in hash_ids stands for.",
-)
-@click.option(
-    "--skip-too-long",
-    is_flag=True,
-    help="Trace: leave out requests longer than --max-model-len.",
-)
-@click.option(
-    "--slo-mix",
-    metavar="CLASS=WEIGHT,...",
-    help="Classes of the profile by weight; tight=1,loose=1 without it.",
-)
-@click.option(
-    "--slo-targets/--no-slo-targets",
-    default=True,
-    show_default=True,
-    help="Whether clients state the targets of their class.",
-)
-@click.option(
-    "--length-hints/--no-length-hints",
-    default=True,
-    show_default=True,
-    help="Whether clients say how long their outputs will be.",
-)
-@click.option(
-    "--length-error",
-    type=float,
-    default=0.0,
-    show_default=True,
-    help="Relative error of these hints (0.5: half, as a standard deviation).",
-)
+@traffic_options
 @click.option(
     "--policy",
     "policies",
@@ -293,60 +255,202 @@ _PLURAL = " May be given several times, to compare."
     help="Time between two reports of what engines hold.",
 )
 @click.option(
+    "--find-rate",
+    type=click.FloatRange(0, 1, min_open=True, max_open=True),
+    metavar="GOODPUT",
+    help="First find the rate at which the first policy, with the first seed, has this "
+    "goodput (0.7, say: in mid-collapse); then run all at that rate.",
+)
+@click.option(
     "--requests-file",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write one JSON line a request here.",
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep runs in this folder, for calrouter report; a run that is in it is not "
+    "made again.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Figures as JSON, a line a run.")
 def simulate(
     policies: tuple[str, ...],
     seeds: tuple[int, ...],
+    find_rate: float | None,
     requests_file: Path | None,
+    output: Path | None,
     as_json: bool,
     **written: Any,
 ) -> None:
+    traffic = Traffic(**{name: written.pop(name) for name in Traffic.__struct_fields__})
     setup = Setup(**written)
     # Everything that can be wrong is looked at before vLLM is imported.
     try:
-        profile = promised(setup, load(setup.profile))
-        costs = engine_costs(setup, profile)
-        believed = believed_costs(setup)
-        options = {
-            (policy, seed): router_options(setup, policy, seed)
-            for policy in policies
-            for seed in seeds
-        }
-        arrivals = {seed: make_arrivals(setup, profile, seed) for seed in seeds}
-    except (ProfileError, OptionError, WorkloadError, ValueError) as error:
-        raise _Wrong(str(error)) from None
-    runs = []
-    with _lines_to(requests_file) as write:
-        for (_, seed), chosen in options.items():
-            run = _run(
-                setup, profile, costs, believed, chosen, arrivals[seed], seed, write
-            )
-            runs.append(run)
-            if as_json:
-                click.echo(json.dumps(run))
+        if requests_file and output:
+            raise ValueError("--output keeps the requests, too: drop --requests-file")
+        simulations = _Simulations(setup, promised(setup, load(setup.profile)), output)
+        _check_slo(setup, traffic)
+        options = [
+            (router_options(setup, policy, seed), seed)
+            for policy in dict.fromkeys(policies)
+            for seed in dict.fromkeys(seeds)
+        ]
+        jobs = simulations.jobs(traffic, options)
+        runs = []
+        with _lines_to(requests_file) as write:
+            if find_rate is not None:
+                found = simulations.find_rate(jobs[0], find_rate)
+                click.echo(f"goodput {find_rate:g}: {found.rate:.4g} req/s", err=True)
+                jobs = simulations.jobs(found, options)
+            for job in jobs:
+                runs.append(run := simulations.get(job, write))
+                if as_json:
+                    click.echo(json.dumps(run))
+    except (ProfileError, OptionError, RunsError, ValueError) as error:
+        raise Wrong(error) from None
     if not as_json:
         from vllm_calrouter.simulation.tables import show
 
         show(runs)
 
 
+class _Simulations:
+    """Makes runs of one cluster, or finds them where they were kept.
+
+    Args:
+        setup: the cluster.
+        profile: what its engines are.
+        output: folder where runs are kept; None: they are not.
+
+    Raises ValueError for a setup that cannot be.
+    """
+
+    def __init__(self, setup: Setup, profile: Profile, output: Path | None) -> None:
+        self._setup = setup
+        self._profile = profile
+        self._costs = engine_costs(setup, profile)
+        self._believed = believed_costs(setup)
+        self._kept = None if output is None else RunsFolder(output)
+
+    def jobs(
+        self, traffic: Traffic, options: Sequence[tuple[RouterOptions, int]]
+    ) -> list[_Job]:
+        """The runs of these options, by seed; policies get the same requests."""
+        arrivals = {seed: self._arrivals(traffic, seed) for _, seed in options}
+        return [_Job(one, arrivals[seed], traffic, seed) for one, seed in options]
+
+    def _arrivals(self, traffic: Traffic, seed: int) -> list[Arrival]:
+        most = self._setup.max_model_len
+        return make_arrivals(traffic, self._profile, seed, most)
+
+    def find_rate(self, job: _Job, goodput: float) -> Traffic:
+        """The same traffic at the rate where this run has that goodput."""
+
+        def goodput_at(rate: float) -> float:
+            traffic = msgspec.structs.replace(job.traffic, rate=rate)
+            (one,) = self.jobs(traffic, [(job.options, job.seed)])
+            return float(self.get(one, lambda record: None)["goodput"])
+
+        rate = saturation.find_rate(goodput_at, mean_rate(job.arrivals), goodput)
+        return msgspec.structs.replace(job.traffic, rate=round(rate, 4))
+
+    def get(self, job: _Job, write: Write) -> Run:
+        """A run's figures; its requests are told to `write`, where none are kept."""
+        if self._kept is None:
+            return self._make(job, write)
+        key = {
+            **self._labels(job),
+            "arrivals": digest(job.arrivals),
+            "costs": self._costs,
+            "believed": self._believed,
+            "setup": self._setup,
+            "slo": self._profile.slo,
+            "slo_targets": job.traffic.slo_targets,
+            "code": code_version(),
+        }
+        run = self._kept.find(key)
+        if run is None:
+            with self._kept.recording(key) as keep:
+                run = self._make(job, keep)
+            self._kept.keep(key, run)
+        return run
+
+    def _labels(self, job: _Job) -> dict[str, Any]:
+        """What the run is called, and what it is compared with."""
+        setup, traffic = self._setup, job.traffic
+        return {
+            "kind": "simulated",
+            "scenario": f"{traffic.describe()}; {setup.describe()}",
+            "name": ", ".join((job.options.policy, *setup.router_config)),
+            "workload": traffic.workload or str(traffic.trace),
+            "policy": job.options.policy,
+            "seed": job.seed,
+            "rate": mean_rate(job.arrivals),
+            "prefill": setup.prefill,
+            "decode": setup.decode,
+            "profile": setup.profile,
+            "router_profile": setup.router_profile or setup.profile,
+        }
+
+    def _make(self, job: _Job, write: Write) -> Run:
+        _quiet_vllm()
+        from vllm_calrouter.simulation.cluster import SimulationError
+        from vllm_calrouter.simulation.results import summary
+
+        try:
+            cluster = self._cluster(job)
+            began = time.perf_counter()
+            title = f"{job.options.policy}, seed {job.seed}"
+            with progress(title, len(job.arrivals)) as tell:
+                served: list[Served] = cluster.run(job.arrivals, tell)
+        except SimulationError as error:
+            raise ValueError(str(error)) from None
+        wall_s = time.perf_counter() - began
+        labels = self._labels(job)
+        for one in served:
+            write({"policy": labels["policy"], "seed": job.seed, **one.record()})
+        busy = [round(engine.busy_s / cluster.now_s, 4) for engine in cluster.engines]
+        times = {"virtual_s": cluster.now_s, "wall_s": wall_s}
+        return {**labels, **summary(served), "busy": busy, **times}
+
+    def _cluster(self, job: _Job) -> Cluster:
+        from vllm_calrouter.simulation.cluster import Cluster, Limits
+
+        setup = self._setup
+        limits = Limits(
+            max_model_len=setup.max_model_len,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            block_tokens=setup.block_size,
+            prefix_caching=setup.prefix_caching,
+        )
+        return Cluster(
+            job.options,
+            self._costs,
+            self._profile.slo,
+            believed=self._believed,
+            limits=limits,
+            routers=setup.routers,
+            report_s=setup.report_ms / 1e3,
+            tells_slo=job.traffic.slo_targets,
+        )
+
+
 def promised(setup: Setup, profile: Profile) -> Profile:
     """The profile with the targets that were written; raises ValueError."""
     slo = dict(profile.slo)
     for text in setup.slo:
-        name, targets = _pair(text, "--slo", "tight=175/39.7")
-        _check_class(setup, profile, name, "--slo")
+        name, targets = pair(text, "--slo", "tight=175/39.7")
+        if name not in slo:
+            raise ValueError(
+                f"the profile {setup.profile} has no SLO class {name!r}: write --slo "
+                f"with its own ({', '.join(slo)})"
+            )
         ttft_ms, sign, tpot_ms = targets.partition("/")
         if not sign:
             raise ValueError(f"--slo {text}: write --slo {name}=175/39.7")
         where = "--slo " + text
-        slo[name] = SloClass(
-            _number(ttft_ms, where) / 1e3, _number(tpot_ms, where) / 1e3
-        )
+        slo[name] = SloClass(number(ttft_ms, where) / 1e3, number(tpot_ms, where) / 1e3)
     return msgspec.structs.replace(profile, slo=slo)
 
 
@@ -354,10 +458,10 @@ def engine_costs(setup: Setup, profile: Profile) -> list[EngineCosts]:
     """One engine's constants each, by rank; raises ValueError."""
     costs = _costs(setup, profile)
     for text in setup.speed:
-        rank, factor = _pair(text, "--speed", "0=0.5")
+        rank, factor = pair(text, "--speed", "0=0.5")
         if not rank.isdecimal() or int(rank) >= len(costs):
             raise ValueError(f"--speed {text}: there is no engine {rank!r}")
-        costs[int(rank)] = costs[int(rank)].faster(_number(factor, "--speed " + text))
+        costs[int(rank)] = costs[int(rank)].faster(number(factor, "--speed " + text))
     return costs
 
 
@@ -384,152 +488,57 @@ def _costs(setup: Setup, profile: Profile) -> list[EngineCosts]:
 
 def router_options(setup: Setup, policy: str, seed: int) -> RouterOptions:
     """The router's options of one run; raises OptionError, ValueError."""
-    config: dict[str, Any] = {"seed": seed}
+    config = _router_config(setup)
+    for key in config:
+        if key in _OWN:
+            raise ValueError(f"--router-config {key}=...: write {_OWN[key]}")
+        if key in _WITHOUT_EFFECT:
+            raise ValueError(
+                f"--router-config {key}=... has no effect in a simulation: "
+                f"{_WITHOUT_EFFECT[key]}"
+            )
+    options = parse({**config, "policy": policy, "prefill": setup.prefill})
+    check_effect(config, options)
+    _check_limits(setup, options)
+    return msgspec.structs.replace(options, seed=seed)
+
+
+def _router_config(setup: Setup) -> dict[str, Any]:
+    config: dict[str, Any] = {}
     for text in setup.router_config:
-        key, value = _pair(text, "--router-config", "output_tokens=128")
+        key, value = pair(text, "--router-config", "output_tokens=128")
         try:
             config[key] = json.loads(value)
         except json.JSONDecodeError:
             config[key] = value
-    for key, option in (("policy", "--policy"), ("prefill", "--prefill")):
-        if key in config:
-            raise ValueError(f"--router-config {key}=...: write {option}")
-    return parse({**config, "policy": policy, "prefill": setup.prefill})
+    return config
 
 
-def make_arrivals(setup: Setup, profile: Profile, seed: int) -> list[Arrival]:
-    """What arrives in a run; raises WorkloadError, ValueError."""
-    if (setup.workload is None) == (setup.trace is None):
+def _check_slo(setup: Setup, traffic: Traffic) -> None:
+    """Classes are for requests that state no targets, and none names its class."""
+    config = _router_config(setup)
+    if traffic.slo_targets:
+        for key in ("slo_classes", "default_slo"):
+            if key in config:
+                raise ValueError(
+                    f"--router-config {key}=... has no effect where requests state "
+                    "their targets: add --no-slo-targets"
+                )
+    if "slo_classes" in config and "default_slo" not in config:
         raise ValueError(
-            "say what arrives: --workload NAME or --trace FILE, one of both"
-        )
-    mix = _slo_mix(setup, profile)
-    if setup.trace is None:
-        assert setup.workload is not None
-        arrivals = generate(
-            setup.workload,
-            rate=setup.rate,
-            duration_s=90.0 if setup.duration is None else setup.duration,
-            seed=seed,
-            slo_mix=mix,
-        )
-    else:
-        how = Replay(
-            start_s=setup.start,
-            duration_s=setup.duration,
-            rate=setup.rate,
-            spread_s=setup.spread,
-            prefix_block_tokens=setup.hash_block_tokens,
-            skip_over_tokens=setup.max_model_len if setup.skip_too_long else None,
-            slo_mix=mix,
-            seed=seed,
-        )
-        arrivals = replay(setup.trace, how)
-    _check_lengths(setup, arrivals)
-    if not setup.length_hints:
-        return arrivals
-    return with_hints(arrivals, error=setup.length_error, seed=seed)
-
-
-def _check_lengths(setup: Setup, arrivals: Sequence[Arrival]) -> None:
-    for number, one in enumerate(arrivals):
-        tokens = one.prompt_tokens + one.output_tokens
-        if tokens > setup.max_model_len:
-            advice = "raise --max-model-len"
-            if setup.trace is not None:
-                advice += " or add --skip-too-long"
-            raise WorkloadError(
-                f"request {number} has {one.prompt_tokens:,} + {one.output_tokens:,} "
-                f"tokens, more than the model's {setup.max_model_len:,}: {advice}"
-            )
-
-
-def _slo_mix(setup: Setup, profile: Profile) -> Mapping[str, float]:
-    mix = {"tight": 1.0, "loose": 1.0}
-    if setup.slo_mix is not None:
-        pairs = [_pair(t, "--slo-mix", "tight=1") for t in setup.slo_mix.split(",")]
-        mix = {name: _number(weight, "--slo-mix") for name, weight in pairs}
-    for name in mix:
-        _check_class(setup, profile, name, "--slo-mix")
-    return mix
-
-
-def _check_class(setup: Setup, profile: Profile, name: str, option: str) -> None:
-    if name not in profile.slo:
-        raise ValueError(
-            f"the profile {setup.profile} has no SLO class {name!r}: write "
-            f"{option} with its own ({', '.join(profile.slo)})"
+            "--router-config slo_classes=... has no effect in a simulation without "
+            "default_slo: requests name no class"
         )
 
 
-def _pair(text: str, option: str, example: str) -> tuple[str, str]:
-    key, sign, value = text.partition("=")
-    if not (key and sign and value):
-        raise ValueError(f"{option} {text!r}: write {option} {example}")
-    return key.strip(), value.strip()
-
-
-def _number(text: str, where: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{where}: {text!r} is no number") from None
-
-
-def _run(
-    setup: Setup,
-    profile: Profile,
-    costs: Sequence[EngineCosts],
-    believed: Sequence[EngineCosts] | None,
-    options: RouterOptions,
-    arrivals: Sequence[Arrival],
-    seed: int,
-    write: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    _quiet_vllm()
-    from vllm_calrouter.simulation.cluster import Cluster, Limits, SimulationError
-    from vllm_calrouter.simulation.results import summary
-
-    limits = Limits(
-        max_model_len=setup.max_model_len,
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
-        block_tokens=setup.block_size,
-        prefix_caching=setup.prefix_caching,
-    )
-    try:
-        cluster = Cluster(
-            options,
-            costs,
-            profile.slo,
-            believed=believed,
-            limits=limits,
-            routers=setup.routers,
-            report_s=setup.report_ms / 1e3,
-            tells_slo=setup.slo_targets,
-        )
-        began = time.perf_counter()
-        title = f"{options.policy}, seed {seed}"
-        with _progress(title, len(arrivals)) as progress:
-            served: list[Served] = cluster.run(arrivals, progress)
-    except (SimulationError, ValueError) as error:
-        raise _Wrong(" ".join(str(error).split())) from None
-    wall_s = time.perf_counter() - began
-    for one in served:
-        write({"policy": options.policy, "seed": seed, **one.record()})
-    return {
-        "workload": setup.workload or str(setup.trace),
-        "policy": options.policy,
-        "seed": seed,
-        "prefill": setup.prefill,
-        "decode": setup.decode,
-        "profile": setup.profile,
-        "router_profile": setup.router_profile or setup.profile,
-        **summary(served),
-        "busy": [round(engine.busy_s / cluster.now_s, 4) for engine in cluster.engines],
-        "virtual_s": cluster.now_s,
-        "wall_s": wall_s,
-    }
+def _check_limits(setup: Setup, options: RouterOptions) -> None:
+    for role in ("prefill", "decode"):
+        for name, value in options.role_limits(prefill=role == "prefill").items():
+            if value > (most := getattr(setup, name)):
+                raise ValueError(
+                    f"--router-config {role}_{name}={value} is more than the engines "
+                    f"have ({most}): raise --{name.replace('_', '-')}"
+                )
 
 
 def _quiet_vllm() -> None:
@@ -538,37 +547,17 @@ def _quiet_vllm() -> None:
 
 
 @contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr, where there is somebody to look at it."""
-    from tqdm import tqdm
-
-    with tqdm(
-        total=total,
-        desc=title,
-        unit="req",
-        file=sys.stderr,
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-
-        def progress(done: int) -> None:
-            bar.update(done - bar.n)
-
-        yield progress
-
-
-@contextmanager
-def _lines_to(path: Path | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _lines_to(path: Path | None) -> Iterator[Write]:
     if path is None:
         yield lambda record: None
         return
     try:
         file = path.open("wb")
     except OSError as error:
-        raise _Wrong(f"--requests-file {path}: {error.strerror}") from None
+        raise Wrong(f"--requests-file {path}: {error.strerror}") from None
     with file:
 
-        def write(record: dict[str, Any]) -> None:
+        def write(record: Mapping[str, Any]) -> None:
             file.write(msgspec.json.encode(record) + b"\n")
 
         yield write

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,8 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
     """Figures of a run.
 
     Goodput is the share of requests that were good (`Served.good`); `goodput_rps` the
-    number of them per second of arrivals. A time nobody has is None.
+    number of them per second of arrivals. A time nobody has is None. Legs count what
+    was sent to an engine, by rank; a request that one engine serves whole has one.
     """
     classes = sorted({one.arrival.slo for one in served})
     span_s = max((one.arrival.arrival_s for one in served), default=0.0)
@@ -150,7 +152,17 @@ def summary(served: Sequence[Served]) -> dict[str, Any]:
         "failed": sum(
             one.finish not in ("length", "stop", "refused") for one in served
         ),
+        "legs_by_engine": {
+            "prefill": _counted(one.prefill_rank for one in served),
+            "decode": _counted(one.decode_rank for one in served),
+        },
     }
+
+
+def _counted(ranks: Iterable[int | None]) -> dict[str, int]:
+    """How often each rank comes, by its name."""
+    counts = Counter(rank for rank in ranks if rank is not None)
+    return {str(rank): counts[rank] for rank in sorted(counts)}
 
 
 def _share(served: Sequence[Served]) -> float:

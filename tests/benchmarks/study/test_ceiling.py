@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.runs import simulated
 from benchmarks.study.ceiling import ceiling
+from vllm_calrouter.simulation.pool import simulated
 
 
 def options(target_ms: float, workload: str = "docs") -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""How well a calibration predicts steps that it was not fitted to: real CPU engines.
+
+    python -m benchmarks.calibration_held_out [--json]
+
+A real `vllm serve` with two engines that do both, a tiny model and vLLM's own kernels.
+In turn it is calibrated for a while as `calrouter calibrate` does it, and serves
+ordinary traffic for a while: random prompts and outputs, at random times, placed in
+turn. Constants are fitted to the steps of the calibrations. Each step of the traffic is
+predicted from what was in it, and compared with what the engine says it took. The error
+of a step is |predicted / measured - 1|; the exit code is 0 if its median is below 15 %
+on both engines.
+
+Turns, because a machine that others use is another one a minute later. "Own fit" is the
+median error of constants that were fitted to the traffic's own steps: no constants can
+do much better, and what is left is the machine's noise and the model's.
+
+What would mislead:
+- A machine that is busy with other things: then steps take what they take, and their
+  times have a long tail that no constants predict. The median forgives that, the 90th
+  percentile shows it.
+- A tiny model: its steps are mostly vLLM's own work and hardly grow with the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from examples.cpu_cluster import Cluster
+from examples.tiny_model import make_tiny_model
+from vllm_calrouter.calibration import EngineCosts, load
+from vllm_calrouter.calibration.fit import as_arrays, fit_steps, predict, values_of
+from vllm_calrouter.calibration.measure import Measurement
+from vllm_calrouter.messages import StepTiming
+from vllm_calrouter.placement.costs import STAND_IN
+
+MOST_ERROR = 0.15
+
+_ENGINES = 2
+_RATE = 12.0
+_PROMPT_TOKENS = (4, 1200)
+_OUTPUT_TOKENS = (2, 80)
+
+
+async def held_out(
+    url: str, *, key: str | None = None, turns: int, turn_s: float
+) -> list[dict[str, Any]]:
+    """Calibrate a server and predict its steps under traffic; one row an engine."""
+    prior = load(STAND_IN).costs
+    fitted: dict[int, list[StepTiming]] = {}
+    held: dict[int, list[StepTiming]] = {}
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(
+        base_url=url, timeout=600, headers=_headers(key), limits=limits
+    ) as http:
+        for turn in tqdm(range(turns), "turns", disable=not sys.stderr.isatty()):
+            async with Measurement(url, prior, key=key, most_s=turn_s) as measurement:
+                for engine in (await measurement.run()).engines:
+                    fitted.setdefault(engine.rank, []).extend(engine.steps)
+            async with Measurement(url, prior, key=key) as watcher:
+                for engine in await watcher.watch(_traffic(http, turn_s, turn)):
+                    held.setdefault(engine.rank, []).extend(engine.steps)
+    return [_row(rank, fitted[rank], held[rank], prior) for rank in sorted(fitted)]
+
+
+def _row(
+    rank: int, fitted: list[StepTiming], held: list[StepTiming], prior: EngineCosts
+) -> dict[str, Any]:
+    fit = fit_steps(fitted, prior)
+    work, seconds = as_arrays(held)
+    off = np.abs(predict(work, values_of(fit.costs)) / seconds - 1.0)
+    prefill = work[:, 0] > 0
+    own = fit_steps(held, prior).costs
+    own_off = np.abs(predict(work, values_of(own)) / seconds - 1.0)
+    return {
+        "rank": rank,
+        "fitted_steps": len(fitted),
+        "steps": len(off),
+        "median": float(np.median(off)),
+        "p90": float(np.quantile(off, 0.9)),
+        "prefill_median": float(np.median(off[prefill])),
+        "decode_median": float(np.median(off[~prefill])),
+        "own_fit_median": float(np.median(own_off)),
+    }
+
+
+async def _traffic(http: httpx.AsyncClient, seconds: float, seed: int) -> None:
+    draw = random.Random(seed)
+
+    async def ask() -> None:
+        body = {
+            "model": "tiny",
+            "prompt": [draw.randrange(40, 240) for _ in range(_log(*_PROMPT_TOKENS))],
+            "max_tokens": _log(*_OUTPUT_TOKENS),
+            "ignore_eos": True,
+        }
+        (await http.post("/v1/completions", json=body)).raise_for_status()
+
+    def _log(low: int, high: int) -> int:
+        return int(low * (high / low) ** draw.random())
+
+    end_s = time.monotonic() + seconds
+    async with asyncio.TaskGroup() as asked:
+        while time.monotonic() < end_s:
+            asked.create_task(ask())
+            await asyncio.sleep(draw.expovariate(_RATE))
+
+
+def _headers(key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def main() -> None:
+    options = _options()
+    with tempfile.TemporaryDirectory() as folder:
+        cluster = Cluster(
+            make_tiny_model(Path(folder) / "tiny"),
+            engines=_ENGINES,
+            policy="round_robin",
+            log=Path(folder) / "server.log",
+        )
+        with cluster:
+            rows = asyncio.run(
+                held_out(cluster.url, turns=options.turns, turn_s=options.turn_s)
+            )
+    if options.json:
+        print(json.dumps(rows))
+    else:
+        _show(rows)
+    sys.exit(any(row["median"] >= MOST_ERROR for row in rows))
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = Table(
+        *("engine", "fitted to", "held out", "error, median", "P90"),
+        *("with prefill", "decode", "own fit"),
+    )
+    for row in rows:
+        shares = ("median", "p90", "prefill_median", "decode_median", "own_fit_median")
+        table.add_row(
+            str(row["rank"]),
+            f"{row['fitted_steps']} steps",
+            f"{row['steps']} steps",
+            *(f"{row[share]:.1%}" for share in shares),
+        )
+    console = Console()
+    console.width = max(console.width, 110)
+    console.print(table)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument("--turns", type=int, default=5, help="default 5")
+    parser.add_argument(
+        "--turn-s", type=float, default=8.0, help="of each kind in a turn (default 8)"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

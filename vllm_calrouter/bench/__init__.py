@@ -1,0 +1,1 @@
+"""Workloads run against live servers."""
