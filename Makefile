@@ -14,7 +14,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 .DEFAULT_GOAL := help
 # Real engines share few cores: nothing runs beside anything else, `make -j` or not.
 .NOTPARALLEL:
-.PHONY: help setup demo test lint unit e2e test-vllm regimes clean
+.PHONY: help setup demo test lint unit e2e test-vllm regimes study clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +58,9 @@ test-vllm: setup ## what needs no kernels, on another release: make test-vllm VE
 
 regimes: setup ## the router's setups in a grid of regimes, simulated: make regimes QUICK=1
 	@$(BIN)/python -m benchmarks.regimes $(if $(QUICK),--quick)
+
+study: setup ## the study's exhibits, simulated, to docs/study.md: make study QUICK=1
+	@$(BIN)/python -m benchmarks.study $(if $(QUICK),--quick)
 
 clean: ## remove .venv and everything made
 	rm -rf $(VENV) .cache build dist *.egg-info vllm_calrouter/*.so

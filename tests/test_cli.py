@@ -111,7 +111,14 @@ def test_policies_are_compared_on_the_same_requests(tmp_path: Path) -> None:
 def test_a_table_without_json() -> None:
     result = run(*SMALL, "--policy", "round_robin", "--policy", "least_loaded")
     assert result.exit_code == 0
-    for word in ("goodput", "TTFT", "round_robin", "least_loaded", "Paired with"):
+    for word in (
+        "goodput",
+        "TTFT",
+        "round_robin",
+        "least_loaded",
+        "Paired with",
+        "faster",
+    ):
         assert word in result.stdout
 
 

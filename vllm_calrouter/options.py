@@ -40,6 +40,7 @@ DECODE_ORDERS = (FCFS, "deadline")
 PREDICTORS = ("hint", "constant", "max_tokens", "online", "oracle", "noisy")
 
 _Count = Annotated[int, Meta(ge=1)]
+_Weight = Annotated[float, Meta(ge=0, le=1_000)]
 #: Milliseconds, at most a day.
 _Target = Annotated[float, Meta(gt=0, le=86_400_000)]
 
@@ -74,6 +75,9 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     policy: str = "calibrated"
     profile: str | None = None
     calibration: bool | None = None
+    slot_weight: _Weight = 1.0
+    kv_weight: _Weight = 1.0
+    slo_weight: _Weight = 1.0
     prefix_aware: bool = True
     prefill: Annotated[int, Meta(ge=0)] = 0
     warm_up: bool = True
@@ -141,6 +145,10 @@ HELP = {
     "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
     "that engines report, beginning with the profile. Off: only tell when it is wrong. "
     "On where no profile is written, unless said otherwise.",
+    "slot_weight": "calibrated: how much the use of an engine's slots counts in its "
+    "price; 0: not at all (docs/pricing.md).",
+    "kv_weight": "calibrated, paper: the same of its KV cache after admission.",
+    "slo_weight": "calibrated, paper: the same of a target that would be missed.",
     "prefix_aware": "calibrated, paper: on or off: expect an engine to have cached the "
     "prompts that this router sent there, and price only what it has to compute.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "

@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import runs
@@ -33,6 +38,40 @@ def test_a_run_made_before_is_not_made_again(tmp_path: Path) -> None:
     pids = trail.read_text().split()
     assert len(pids) == 2
     assert str(os.getpid()) not in pids
+
+
+def sleeps(arguments: str) -> Figures:
+    made(arguments)
+    time.sleep(600)
+    return {}
+
+
+def test_a_killed_study_leaves_no_process_behind(tmp_path: Path) -> None:
+    trail = tmp_path / "trail"
+    study = multiprocessing.get_context("spawn").Process(
+        target=Runs(tmp_path / "runs.jsonl", sleeps).make, args=([f"{trail} 1"], 1)
+    )
+    study.start()
+    pid = int(wait_for(lambda: trail.exists() and trail.read_text().strip()))
+    study.kill()
+    study.join()
+    wait_for(lambda: not runs_on(pid))
+
+
+def runs_on(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(what: Callable[[], Any]) -> Any:
+    """What it returns once that is true; fails after a minute."""
+    give_up_s = time.monotonic() + 60
+    while not (found := what()):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.02)
+    return found
 
 
 def test_a_run_of_other_code_is_no_run(

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.price import A40_QWEN_3B
 from vllm_calrouter._core import TERMS, Phase
-from vllm_calrouter.options import RouterOptions
+from vllm_calrouter.options import RouterOptions, parse
 from vllm_calrouter.placement import Choice, Limits, Placer, Pools
 
 SPLIT = Pools(engines=6, prefill=2)
@@ -48,6 +48,17 @@ def test_limits_written_for_a_role_are_those_of_its_engines() -> None:
         for placer in (narrow, wide, told)
     ]
     assert pressure[0] == pressure[2] > pressure[1]
+
+
+@pytest.mark.parametrize("phase", [Phase.PREFILL, Phase.DECODE])
+def test_a_term_of_no_weight_is_none(phase: Phase) -> None:
+    plain = {"policy": "calibrated", "prefill": 2}
+    without = {**plain, "slot_weight": 0, "kv_weight": 0}
+    gone = {"slot_pressure_s", "kv_pressure_s"}
+    priced = own_terms(Placer(parse(plain), SPLIT, explain=True), phase)
+    assert set(priced) & gone
+    priced = own_terms(Placer(parse(without), SPLIT, explain=True), phase)
+    assert not set(priced) & gone
 
 
 def test_costs_are_by_rank_and_one_for_every_engine() -> None:

@@ -161,6 +161,9 @@ class Placer:
                 threshold_tokens=options.length_threshold_tokens,
                 long_share=options.long_share,
                 serves=phase if self.pools.disaggregated else None,
+                slot_weight=options.slot_weight,
+                kv_weight=options.kv_weight,
+                slo_weight=options.slo_weight,
             )
 
         decode = make(Phase.DECODE)

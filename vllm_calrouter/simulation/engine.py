@@ -6,7 +6,7 @@ What a step holds is vLLM's decision; how long it takes is the profile's.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy, deepcopy
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,7 +19,7 @@ from vllm_calrouter.calibration.work import work_of_rows
 from vllm_calrouter.router.legs import KV_PARAMS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.engine import EngineCoreRequest
@@ -49,11 +49,23 @@ class _Quiet:
         self.begun = 0
         self.done = 0
         self.context = sum(request.num_computed_tokens for request in batch)
+        self._second = [r for r in batch if r.num_output_tokens == 1]
 
-    def told(self) -> dict[int, EngineCoreOutputs]:
-        """What one of these steps tells each router."""
-        told: dict[int, EngineCoreOutputs] = {}
+    def untold(self) -> Iterator[tuple[str, int]]:
+        """Requests with their tokens that no router was told of."""
+        seconds = {request.request_id for request in self._second}
         for request in self.batch:
+            yield request.request_id, self.done - (request.request_id in seconds)
+
+    def end_step(self) -> dict[int, EngineCoreOutputs]:
+        """Count the step under way; returns what it tells each router.
+
+        Of an output only the first two tokens and the last are looked at by time. The
+        last never comes here, and what comes between is told with what comes next.
+        """
+        self.done += 1
+        told: dict[int, EngineCoreOutputs] = {}
+        for request in self._second if self.done == 1 else ():
             message = told.get(request.client_index)
             if message is None:
                 message = told[request.client_index] = EngineCoreOutputs()
@@ -137,6 +149,8 @@ class Engine:
         self._quiet: _Quiet | None = None
         #: Quiet steps that the step under way tells the scheduler of.
         self._told: _Quiet | None = None
+        #: Tokens of quiet steps that routers are still to be told of.
+        self._untold: dict[str, int] = {}
         self._inbox: list[EngineCoreRequest] = []
         self._in_quiet_step = False
         # Dictionaries, not sets: their order does not depend on the process.
@@ -215,7 +229,7 @@ class Engine:
             quiet.append(quiet.done - 1)
             self._finish(self.scheduler.schedule())
             self._counts, self._free = counts, free
-        self._quiet = None
+        self._leave_quiet()
 
     def take_reads(self) -> list[Read]:
         """KV caches to be moved here, since the last call."""
@@ -257,13 +271,31 @@ class Engine:
         if self._in_quiet_step:
             assert self._quiet is not None
             self._in_quiet_step = False
-            self._quiet.done += 1
+            told = self._quiet.end_step()
             self._count()
-            return self._quiet.told()
+            return told
         step = self._under_way
         assert step is not None, "no step is under way"
         self._under_way = self._told = None
-        return self._finish(step)
+        told = self._finish(step)
+        if self._untold:
+            self._tell_late(told.values())
+        return told
+
+    def _tell_late(self, told: Iterable[EngineCoreOutputs]) -> None:
+        """Add to a step's news what quiet steps have not told."""
+        for message in told:
+            for output in message.outputs:
+                late = self._untold.pop(output.request_id, 0)
+                output.new_token_ids += [TOKEN] * late
+
+    def _leave_quiet(self) -> _Quiet | None:
+        quiet, self._quiet = self._quiet, None
+        if quiet is not None and quiet.done:
+            untold = self._untold
+            for request_id, tokens in quiet.untold():
+                untold[request_id] = untold.get(request_id, 0) + tokens
+        return quiet
 
     def _account(self, seconds: float) -> float:
         self.busy_s += seconds
@@ -340,7 +372,7 @@ class Engine:
     def _schedule(self) -> SchedulerOutput:
         """vLLM's step, with what quiet steps have told and it has not seen."""
         self._free = self._free_blocks()
-        self._told, self._quiet = self._quiet, None
+        self._told = self._leave_quiet()
         if self._told is not None:
             self._told.append(self._told.done)
         step: SchedulerOutput = self.scheduler.schedule()
@@ -430,9 +462,10 @@ def _skip_empty_allocations(manager: Any, block_tokens: int) -> None:
 def _own(leg: EngineCoreRequest) -> EngineCoreRequest:
     """The leg with what an engine writes to made its own, as over a wire."""
     params = leg.sampling_params
-    if params is None or KV_PARAMS not in (params.extra_args or {}):
+    extra = (params.extra_args or {}) if params is not None else {}
+    if KV_PARAMS not in extra:
         return leg
     own = copy(leg)
     own.sampling_params = copy(params)
-    own.sampling_params.extra_args = deepcopy(params.extra_args)
+    own.sampling_params.extra_args = {**extra, KV_PARAMS: dict(extra[KV_PARAMS])}
     return own
