@@ -210,6 +210,16 @@ def test_what_the_prompt_cost_is_told_from_where_it_ran() -> None:
     assert record["cached_tokens"] == 4
 
 
+def test_who_does_not_read_the_cache_is_not_expected_to() -> None:
+    router = Router(RouterOptions(policy="calibrated"), 2)
+    prompts = {"first": {}, "scored": {"prompt_logprobs": 1}}
+    for name, params in prompts.items():
+        router.begin(request(name, 200, params=params))
+        router.answered(answer(token(name, FinishReason.LENGTH)))
+    _, scored = router.decisions(2)
+    assert scored["expected_cached_tokens"] == 0
+
+
 @pytest.mark.parametrize("prefill", [0, 2])
 def test_a_prompt_goes_where_it_is_expected_to_be_cached(prefill: int) -> None:
     router = Router(RouterOptions(policy="calibrated", prefill=prefill), 6)
