@@ -90,6 +90,15 @@ def test_what_is_served_is_named_as_in_a_profile() -> None:
             "tensor_parallel 1, ",
         ),
         ({"policy": "calibrated"}, logging.INFO, "no profile was written"),
+        ({}, logging.INFO, "is fitted as they come"),
+        ({"telemetry": "off"}, logging.INFO, "work is mispriced"),
+        ({"calibration": False}, logging.INFO, "work is mispriced"),
+        ({"policy": "vllm"}, logging.INFO, "orders correct it"),
+        (
+            {"policy": "vllm", "order": "fcfs", "admission": 1.0},
+            logging.INFO,
+            "is fitted as they come",
+        ),
         (
             {"order": "deadline", "profile": "a40-qwen2.5-3b"},
             logging.WARNING,

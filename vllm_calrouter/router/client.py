@@ -12,11 +12,11 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_calrouter import introduction, transport
-from vllm_calrouter.engine.scheduler import STATE_UTILITY, role_of
+from vllm_calrouter.engine.scheduler import STATE_UTILITY
 from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
 from vllm_calrouter.messages import EngineMessage
-from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
+from vllm_calrouter.options import OptionError, RouterOptions
 from vllm_calrouter.placement import (
     Limits,
     engine_costs,
@@ -131,7 +131,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
 
     def _listen(self) -> None:
         router = self._router
-        if router.options.policy in PRICING_POLICIES:
+        if router.options.listens:
             self.calibrator = _calibrator(router)
         self.subscriber = Subscriber(
             [engine.url for engine in self.introductions if engine.url],
@@ -275,7 +275,7 @@ def _calibrator(router: Router) -> Calibrator:
     options, pools = router.options, router.pools
     return Calibrator(
         engine_costs(options, pools.engines),
-        [role_of(rank, options) for rank in range(pools.engines)],
+        [options.role_of(rank) for rank in range(pools.engines)],
         router.placer.table,
         takes_over=options.calibrates,
         metrics=router.metrics,
