@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from vllm_calrouter._core import Phase
 from vllm_calrouter.engine.scheduler import introduce
 from vllm_calrouter.options import OptionError, RouterOptions
-from vllm_calrouter.placement import Placer, Pools
+from vllm_calrouter.placement import Placer, Pools, Prompt
 from vllm_calrouter.router import client as module
 from vllm_calrouter.router.client import RouterClient
 
@@ -26,6 +27,9 @@ class Client(RouterClient):
         self.router: Any = SimpleNamespace(options=OPTIONS, placer=placer)
         self.answers = answers
         self.client_index = 0
+
+    async def call_utility_async(self, method: str, *args: Any) -> None:
+        return
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         if isinstance(self.answers, Exception):
@@ -63,6 +67,29 @@ async def test_the_state_is_there_when_a_host_is_gone(
     monkeypatch.setattr(module, "_ANSWER_S", 0.01)
     assert await Client(None).engine_states() == []
     assert await Client([{"rank": 0}]).engine_states() == [{"rank": 0}]
+
+
+@pytest.mark.parametrize(
+    ("what", "args", "empties"),
+    [
+        ("reset_prefix_cache_async", (), True),
+        ("pause_scheduler_async", ("wait",), True),
+        ("pause_scheduler_async", ("keep", False), False),
+        ("sleep_async", (), True),
+        ("sleep_async", (0,), False),
+    ],
+)
+async def test_what_was_cached_is_forgotten_when_caches_are_emptied(
+    what: str, args: tuple[Any, ...], empties: bool
+) -> None:
+    client = Client([True, True])
+    prompt = Prompt(list(range(200)))
+    options = RouterOptions(policy="calibrated")
+    placer = client.router.placer = Placer(options, Pools(2, 0))
+    placer.choose(Phase.PREFILL, 200, 1, prompt=prompt)
+    await getattr(client, what)(*args)
+    again = placer.choose(Phase.PREFILL, 200, 1, prompt=prompt)
+    assert again.cached_tokens == (0 if empties else 192)
 
 
 def vllm_config(**changes: Any) -> Any:

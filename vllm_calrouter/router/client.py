@@ -228,6 +228,19 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         emptied: bool = await super().reset_prefix_cache_async(*args, **kwargs)
         return emptied
 
+    async def pause_scheduler_async(
+        self, mode: Any = "abort", clear_cache: bool = True
+    ) -> None:
+        await super().pause_scheduler_async(mode, clear_cache)
+        if clear_cache:
+            self._router.placer.forget_prefixes()
+
+    async def sleep_async(self, level: int = 1, mode: Any = "abort") -> None:
+        await super().sleep_async(level, mode)
+        # At level 0 engines only stop, and keep what they have.
+        if level:
+            self._router.placer.forget_prefixes()
+
     async def engine_states(self) -> list[dict[str, Any]]:
         """What every engine holds right now (`engine/scheduler.py`).
 
