@@ -15,6 +15,7 @@ from vllm_calrouter.options import OptionError, RouterOptions
 from vllm_calrouter.placement import Placer, Pools, Prompt
 from vllm_calrouter.router import client as module
 from vllm_calrouter.router.client import RouterClient
+from vllm_calrouter.router.router import Router
 
 OPTIONS = RouterOptions(prefill=1, telemetry="off")
 
@@ -27,6 +28,7 @@ class Client(RouterClient):
         self.router: Any = SimpleNamespace(options=OPTIONS, placer=placer)
         self.answers = answers
         self.client_index = 0
+        self.calibrator = None
 
     async def call_utility_async(self, method: str, *args: Any) -> None:
         return
@@ -67,6 +69,26 @@ async def test_the_state_is_there_when_a_host_is_gone(
     monkeypatch.setattr(module, "_ANSWER_S", 0.01)
     assert await Client(None).engine_states() == []
     assert await Client([{"rank": 0}]).engine_states() == [{"rank": 0}]
+
+
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({"policy": "calibrated"}, True),
+        ({"policy": "vllm"}, False),
+        ({"policy": "vllm", "admission": 2.0}, True),
+    ],
+)
+async def test_what_work_costs_is_fitted_where_anything_acts_on_it(
+    options: dict[str, Any], fits: bool
+) -> None:
+    client = Client([])
+    router = client.router = Router(RouterOptions(**options), 2)
+    client.introductions, client._listening = [], []
+    client._listen()
+    client._stop_listening()
+    assert (client.calibrator is not None) == fits
+    assert router.placer.refresh is None
 
 
 @pytest.mark.parametrize(
