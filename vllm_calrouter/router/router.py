@@ -341,7 +341,7 @@ class Router:
                 source_rank=source_rank,
             )
         else:
-            choice = Choice(phase, given[1], given[0], "given", (), 0.0)
+            choice = self.placer.given(given[0], phase, given[1], prompt)
         logger.debug("chose %s", choice)
         if self.metrics:
             self.metrics.decided(choice, timed=given is None)
