@@ -193,6 +193,26 @@ def test_who_has_no_deadline_gets_as_much_time_to_spare_as_the_others(
     assert job.latest_start_s - engine.now_s == pytest.approx(0.5)
 
 
+def test_targets_that_nobody_can_meet_make_nobody_else_late(
+    config: VllmConfig,
+) -> None:
+    engine = Engine(config)
+    engine.add("hopeless", 900, left_s=0.001)
+    engine.add("undated", 900)
+    spare_s = engine.job("undated").latest_start_s - engine.now_s
+    assert spare_s == pytest.approx(3.0 * COSTS.prefill_s(900))
+
+
+def test_targets_of_long_ago_count_for_nothing(config: VllmConfig) -> None:
+    engine = Engine(config)
+    engine.add("dated", 100, left_s=5.0)
+    began_s = engine.now_s
+    for age_s, known in ((50.0, True), (70.0, False)):
+        engine.now_s = began_s + age_s
+        engine.add(f"after {age_s}", 900)
+        assert math.isfinite(engine.job(f"after {age_s}").deadline_s) == known
+
+
 def test_without_any_deadline_the_order_is_short_first(config: VllmConfig) -> None:
     engines = [Engine(config, order) for order in ("deadline", "short_first")]
     rng = random.Random(4)

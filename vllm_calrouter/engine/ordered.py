@@ -39,6 +39,8 @@ logger = init_logger("vllm.calrouter")
 
 #: Requests with a deadline after which an older one weighs 1/e in what is typical.
 _MEMORY = 50
+#: Seconds without a request that has one after which nothing is typical.
+_SPARE_KNOWN_S = 60.0
 
 #: No deadline is further away, and no clock is as old: about 30 years.
 _MOST_S = 1e9
@@ -48,7 +50,8 @@ class Reader:
     """Makes jobs of requests.
 
     A request without a deadline counts as one that has as much time to spare as those
-    with one have on average; where none has one, as `ShortFirst` would order it.
+    with one have on average, and no less than it would give way for under `ShortFirst`;
+    where none has one, as `ShortFirst` would order it.
 
     Args:
         scheduler: vLLM's; knows what of a prompt is cached.
@@ -62,6 +65,7 @@ class Reader:
         self._manager = scheduler.kv_cache_manager
         self._numbers = count(1)
         self._spare_s: float | None = None
+        self._spare_noted_s = 0.0
         #: When the engine last looked for new requests.
         self.looked_s = clock()
 
@@ -82,11 +86,15 @@ class Reader:
         left_s = booking.get("deadline_s")
         if _is_seconds(left_s):
             job.deadline_s = job.urgency_s = sent_s + left_s
-            self._note_spare(left_s - job.cost_s)
-        elif self._spare_s is None:
-            job.urgency_s = urgency_s(sent_s, job.cost_s)
-        else:
-            job.deadline_s = job.urgency_s = sent_s + job.cost_s + self._spare_s
+            self._note_spare(left_s - job.cost_s, now_s)
+            return job
+        job.urgency_s = urgency_s(sent_s, job.cost_s)
+        spare_s = self._others_spare_s(now_s)
+        if spare_s is not None:
+            # At least what it would give way for by itself: others' targets may be
+            # such that nobody can meet them.
+            due_s = max(job.urgency_s, sent_s + spare_s) + job.cost_s
+            job.deadline_s = job.urgency_s = due_s
         return job
 
     def price(self, job: Job) -> None:
@@ -121,7 +129,14 @@ class Reader:
         age_s: float = min(now_s - sent_s, now_s - self.looked_s)
         return max(0.0, age_s)
 
-    def _note_spare(self, spare_s: float) -> None:
+    def _others_spare_s(self, now_s: float) -> float | None:
+        """Time to spare of those that have a target; None: of late nobody has."""
+        if now_s - self._spare_noted_s > _SPARE_KNOWN_S:
+            self._spare_s = None
+        return self._spare_s
+
+    def _note_spare(self, spare_s: float, now_s: float) -> None:
+        self._spare_noted_s = now_s
         spare_s = max(0.0, spare_s)
         typical_s = spare_s if self._spare_s is None else self._spare_s
         self._spare_s = typical_s + (spare_s - typical_s) / _MEMORY
