@@ -28,17 +28,26 @@ py::tuple scores_of(const Policy& policy) {
   return result;
 }
 
+py::dict price_at(const Policy& policy, std::size_t place) {
+  const Price price = policy.terms(place);
+  py::dict terms;
+  for (std::size_t term = 0; term < kTerms; ++term)
+    terms[kTermNames[term]] = price[term];
+  return terms;
+}
+
 py::dict terms_of(const Policy& policy) {
   py::dict result;
   if (!policy.prices()) return result;
-  for (std::size_t place = 0; place < policy.scores().size(); ++place) {
-    const Price price = policy.terms(place);
-    py::dict terms;
-    for (std::size_t term = 0; term < kTerms; ++term)
-      terms[kTermNames[term]] = price[term];
-    result[py::int_(policy.scores()[place].rank)] = terms;
-  }
+  for (std::size_t place = 0; place < policy.scores().size(); ++place)
+    result[py::int_(policy.scores()[place].rank)] = price_at(policy, place);
   return result;
+}
+
+py::dict price_of_rank(const Policy& policy, std::size_t rank) {
+  for (std::size_t place = 0; place < policy.scores().size(); ++place)
+    if (policy.scores()[place].rank == rank) return price_at(policy, place);
+  throw py::key_error("rank " + std::to_string(rank) + " was no candidate");
 }
 
 py::dict told(const Message& m) {
@@ -275,6 +284,7 @@ void bind_policy(py::module_& m) {
            py::arg("prefixes") = py::none())
       .def("scores", &scores_of)
       .def("terms", &terms_of)
+      .def("price", &price_of_rank, py::arg("rank"))
       .def("reason", &Policy::reason);
   const PolicyOptions defaults;
   m.def(

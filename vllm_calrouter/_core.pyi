@@ -297,6 +297,12 @@ class Policy:
         Empty for policies that do not price.
         """
 
+    def price(self, rank: int) -> dict[str, float]:
+        """The terms of one candidate of the last pick, in seconds.
+
+        Raises KeyError for one that was none, RuntimeError where nobody prices.
+        """
+
     def reason(self) -> str:
         """Why the last pick fell as it did."""
 

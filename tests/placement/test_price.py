@@ -188,6 +188,15 @@ def test_of_equal_engines_the_one_on_the_same_host_reads_sooner() -> None:
     assert {policy.pick(table, 2000, 100) for _ in range(2)} == {2, 3}
 
 
+def test_one_candidate_s_price_is_its_terms() -> None:
+    table = a_table(A40_QWEN_3B, A40_QWEN_3B, A40_QWEN_3B)
+    policy = make_policy("calibrated", 1, 3)
+    rank = policy.pick(table, 100, 10)
+    assert policy.price(rank) == policy.terms()[rank]
+    with pytest.raises(KeyError, match="rank 0"):
+        policy.price(0)
+
+
 @pytest.mark.parametrize("rank", [-2, 2])
 def test_the_source_of_a_kv_cache_must_be_an_engine(rank: int) -> None:
     policy = make_policy("calibrated", 0, 2)

@@ -84,7 +84,7 @@ class Admission:
             self._placer.refresh()
         pricing = self._pricing
         rank = pricing.pick(self._placer.table, 0, 0, now_s=self._clock())
-        price = pricing.terms()[rank]
+        price = pricing.price(rank)
         return sum(price[term] for term in _WAITING)
 
     def check(self, wishes: Wishes) -> None:
