@@ -195,6 +195,10 @@ def test_a_class_is_promised_what_is_written() -> None:
             [*SMALL, "--no-slo-targets", "--router-config", "slo_classes={}"],
             "without default_slo",
         ),
+        (
+            [*SMALL, "--no-slo-targets", "--router-config", "admission=1"],
+            "no request states its targets",
+        ),
         ([*SMALL, "--router-config", "long_share=0.2"], "has no effect"),
         (
             [*SMALL, "--router-config", "order=fcfs", "--router-config", "patience=1"],
