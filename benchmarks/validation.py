@@ -109,8 +109,8 @@ def paced_runs(slow_down: float, seed: int) -> dict[Case, Run]:
     store.parent.mkdir(parents=True, exist_ok=True)
     code = code_version()
     keys = {
-        case: f"{code} {case.workload} {RATES[case.workload]:g} {DURATION_S:g} {case.policy} "
-        f"{slow_down:g} {seed}"
+        case: f"{code} {case.workload} {RATES[case.workload]:g} {DURATION_S:g} "
+        f"{case.policy} {slow_down:g} {seed}"
         for case in cases()
     }
     found = stored(store)

@@ -113,7 +113,7 @@ def test_without_matplotlib_it_says_what_to_install(
 def a_run(name: str, seed: int, goodput: float, **more: Any) -> dict[str, Any]:
     one = {"kind": "simulated", "scenario": "s", "name": name, "seed": seed}
     one |= dict.fromkeys(("preemptions", "refused", "failed"), 0)
-    one |= dict.fromkeys(("ttft_s", "tpot_s", "pause_s", "legs_by_engine"), {})
+    one |= {key: {} for key in ("ttft_s", "tpot_s", "pause_s", "legs_by_engine")}
     return {**one, "goodput": goodput, "goodput_by_class": {"tight": goodput}, **more}
 
 
