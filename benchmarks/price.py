@@ -109,6 +109,7 @@ def terms(
     serves: Phase | None,
     *,
     routers: int = 1,
+    silent_s: float = 0.3,
     stale_s: float = 1.0,
 ) -> dict[str, float]:
     """The terms of one engine's price, in seconds; weights are 1."""
@@ -125,7 +126,8 @@ def terms(
     told = float(m["prefill_tokens"])
     told_sq = told * told / max(1.0, m["running"] + m["waiting"])
     since_s = 0.0 if state.heard_s is None else request.now_s - state.heard_s
-    quiet_s = max(0.0, since_s) + m.get("step_age_s", 0.0)
+    since_s = max(0.0, since_s)
+    quiet_s = since_s + m.get("step_age_s", 0.0)
     worked_s = min(quiet_s, stale_s)
     told_s = batched_prefill_s(state, told, told_sq)
     backlog = max(0.0, told_s - worked_s)
@@ -142,7 +144,7 @@ def terms(
     kv_use = (kv_tokens + prompt) * (1.0 / capacity)
 
     price = {"prefill_backlog_s": backlog}
-    price["silence_s"] = max(0.0, quiet_s - stale_s)
+    price["silence_s"] = max(0.0, since_s - silent_s, quiet_s - stale_s)
     own = (
         costs.prefill_base_s
         + costs.prefill_per_token_s * uncached
@@ -280,9 +282,12 @@ Column = npt.NDArray[np.float64]
 class NumpyRouter(Books):
     """NumPy: one array operation for all engines of a pool. Without SLO and cache."""
 
-    def __init__(self, costs: Sequence[Costs], *, stale_s: float = 1.0) -> None:
+    def __init__(
+        self, costs: Sequence[Costs], *, silent_s: float = 0.3, stale_s: float = 1.0
+    ) -> None:
         engines = len(costs)
         super().__init__(engines)
+        self._silent_s = silent_s
         self._stale_s = stale_s
         self._figures = {name: np.zeros(engines) for name in FIGURES}
         self._heard_s = np.full(engines, np.inf)
@@ -361,6 +366,7 @@ class NumpyRouter(Books):
         )
         kv_use = (kv_tokens + prompt) * per_token
         silence = np.maximum(0.0, quiet_s - self._stale_s)
+        silence = np.maximum(silence, since_s - self._silent_s)
         if pool.phase == Phase.PREFILL:
             own = cost["prefill_base_s"] + cost["prefill_per_token_s"] * prompt
             own = own + cost["prefill_per_token_sq_s"] * prompt * prompt

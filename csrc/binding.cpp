@@ -161,12 +161,13 @@ void bind_table(py::module_& m) {
   const Patience patience;
   py::class_<Table> table(m, "Table");
   table
-      .def(py::init([](std::size_t engines, double lease_s, double stale_s,
-                       double dead_s) {
-             return Table(engines, Patience{lease_s, stale_s, dead_s});
+      .def(py::init([](std::size_t engines, double lease_s, double silent_s,
+                       double stale_s, double dead_s) {
+             return Table(engines, Patience{lease_s, silent_s, stale_s, dead_s});
            }),
            py::arg("engines"), py::kw_only(), py::arg("lease_s") = patience.lease_s,
-           py::arg("stale_s") = patience.stale_s, py::arg("dead_s") = patience.dead_s)
+           py::arg("silent_s") = patience.silent_s, py::arg("stale_s") = patience.stale_s,
+           py::arg("dead_s") = patience.dead_s)
       .def_property_readonly("engines", &Table::engines)
       .def("hear", &hear, py::arg("rank"), py::kw_only(), py::arg("incarnation"),
            py::arg("sequence"), py::arg("booking_seen"), py::arg("prefill_tokens"),

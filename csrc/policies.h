@@ -285,9 +285,8 @@ class Calibrated final : public Pricing {
  protected:
   std::size_t choose(Table& table, const Demand& demand) override {
     demand_ = demand;
-    const double normal_s = table.patience().stale_s;
     return cheapest(table, demand.now_s, [&](std::size_t rank) {
-      return total_s(price_at(look(table, rank, normal_s)));
+      return total_s(price_at(look(table, rank)));
     });
   }
 
@@ -303,7 +302,7 @@ class Calibrated final : public Pricing {
     return price_of(known.offer, serves_, weights_, demand_, known.now);
   }
 
-  const Known& look(const Table& table, std::size_t rank, double normal_s) {
+  const Known& look(const Table& table, std::size_t rank) {
     Known& known = known_[rank - begin()];
     const Pulse& pulse = table.pulse_at(rank);
     if (known.version != pulse.version) {
@@ -312,11 +311,13 @@ class Calibrated final : public Pricing {
           offer_of(table.engine_at(rank), table.account_at(rank), serves_, routers_);
     }
     // Who was never heard (at infinity) has nothing to be silent about.
-    const double since_s = demand_.now_s - pulse.heard_s;
+    const double since_s = std::max(0.0, demand_.now_s - pulse.heard_s);
     // An engine may be stuck in a step and still be heard: its step's age counts too.
-    const double quiet_s = std::max(0.0, since_s) + pulse.step_age_s;
-    known.now.silence_s = std::max(0.0, quiet_s - normal_s);
-    known.now.worked_s = std::min(quiet_s, normal_s);
+    const double quiet_s = since_s + pulse.step_age_s;
+    const Patience& patience = table.patience();
+    known.now.silence_s =
+        std::max({0.0, since_s - patience.silent_s, quiet_s - patience.stale_s});
+    known.now.worked_s = std::min(quiet_s, patience.stale_s);
     known.now.uncached_tokens = demand_.uncached_tokens(rank);
     known.now.far = demand_.source_rank != Demand::kNowhere &&
                 table.host_at(static_cast<std::size_t>(demand_.source_rank)) !=

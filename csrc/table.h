@@ -77,12 +77,16 @@ struct Patience {
   /// A booking older than this is dropped by `expire`. Longer than any request should
   /// last: it only mends a release that was lost.
   double lease_s = 3600.0;
-  /// Beyond this an engine's silence is added to its price.
+  /// Beyond this the time without a message is added to an engine's price: three times
+  /// the heartbeat of one that lives, whatever its steps take.
+  double silent_s = 0.3;
+  /// Beyond this the time without news is, also that of a step under way.
   double stale_s = 1.0;
   /// Beyond this an engine is not chosen, unless all are silent so long.
   double dead_s = 10.0;
 
   void check() const {
+    if (!(silent_s >= 0.0)) throw std::invalid_argument("silent_s must be at least 0");
     if (!(stale_s >= 0.0)) throw std::invalid_argument("stale_s must be at least 0");
     if (!(dead_s >= stale_s))
       throw std::invalid_argument("dead_s must be at least stale_s");

@@ -71,6 +71,22 @@ def test_what_finds_each_other_passes(args: Namespace, environ: dict[str, str]) 
     assert resolve(args, environ) is not None
 
 
+@pytest.mark.parametrize(
+    ("rank", "order", "reads"),
+    [(0, "deadline", True), (0, "fcfs", False), (1, "deadline", False)],
+)
+def test_a_host_of_engines_needs_the_profile_for_an_order_only(
+    rank: int, order: str, reads: bool
+) -> None:
+    config = {**SPLIT, "order": order, "profile": "/nowhere.json"}
+    args = headless(data_parallel_start_rank=rank, router_config=config)
+    if not reads:
+        assert resolve(args, NIXL_HOST) is not None
+        return
+    with pytest.raises(OptionError, match=r"router-config\.profile: .*nowhere"):
+        resolve(args, NIXL_HOST)
+
+
 SIDE_CHANNEL = "set the environment variable VLLM_NIXL_SIDE_CHANNEL_HOST"
 STAR = "write --router-config.telemetry 'tcp://*:5600'"
 WRONG = [

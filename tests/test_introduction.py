@@ -56,6 +56,8 @@ def test_engines_started_alike_pass() -> None:
         ({"prefill": 0}, "was started with prefill 0, this router with 1"),
         ({"decode_max_num_seqs": 8}, "decode_max_num_seqs 8, this router with None"),
         ({"kv_load_failure": "fail"}, "kv_load_failure fail"),
+        ({"order": "fcfs"}, "order fcfs, this router with deadline"),
+        ({"patience": 9.0}, "patience 9.0, this router with 2.0"),
         ({"telemetry": "off"}, "telemetry off, this router with tcp://"),
     ],
 )

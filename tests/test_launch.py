@@ -57,6 +57,17 @@ WRONG_LAUNCHES = [
         },
         "drop it or --router-config.telemetry off",
     ),
+    *(
+        (
+            {"router_policy": "round_robin", "router_config": {f"{of}_weight": 2}},
+            f"--router-config.{of}_weight has no effect",
+        )
+        for of in ("slot", "kv", "slo")
+    ),
+    (
+        {"router_policy": "paper", "router_config": {"slot_weight": 2}},
+        "--router-policy calibrated",
+    ),
     ({"router_config": {"online_keys": 20}}, "--router-config.predictor online"),
     (
         {"router_config": {"patience": 1, "order": "fcfs"}},
@@ -126,6 +137,14 @@ def test_every_order_but_vllm_s_reads_the_profile(order: str) -> None:
     options = resolve(launch(router_config=chosen), {})
     assert options is not None
     assert options.order == order
+
+
+def test_admission_reads_the_profile_and_may_be_calibrated() -> None:
+    chosen = {**PRICED, "policy": "vllm", "order": "fcfs", "admission": 2}
+    options = resolve(launch(router_config={**chosen, "calibration": "on"}), {})
+    assert options is not None
+    assert options.prices
+    assert options.calibrates
 
 
 def test_a_journal_in_a_folder_still_to_be_made_is_fine(tmp_path: Path) -> None:

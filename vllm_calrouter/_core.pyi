@@ -92,13 +92,15 @@ class Table:
         engines: int,
         *,
         lease_s: float = 3600.0,
+        silent_s: float = 0.3,
         stale_s: float = 1.0,
         dead_s: float = 10.0,
     ) -> None:
         """Args:
             engines: how many; ranks are 0 to engines - 1.
             lease_s: age at which `expire` drops a booking.
-            stale_s: silence of an engine beyond this is added to its price.
+            silent_s: time without a message beyond this is added to the price.
+            stale_s: so is time without news beyond this, a step under way included.
             dead_s: an engine silent longer is not chosen, unless all are.
 
         Raises ValueError: no engines, no lease, dead_s below stale_s.

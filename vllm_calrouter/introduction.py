@@ -24,6 +24,9 @@ UTILITY = "calrouter_introduction"
 #: Options that engines act on: each must be the same wherever engines and routers run.
 SHARED = (
     "prefill",
+    "order",
+    "decode_order",
+    "patience",
     "kv_load_failure",
     "prefill_max_num_seqs",
     "prefill_max_num_batched_tokens",

@@ -36,8 +36,10 @@ _POLICY_KEYS = {
     "length_threshold_tokens": ("length_threshold",),
     "long_share": ("length_threshold",),
     "seed": ("power_of_two",),
-    "calibration": opt.PRICING_POLICIES,
     "prefix_aware": opt.PRICING_POLICIES,
+    "slot_weight": ("calibrated",),
+    "kv_weight": opt.PRICING_POLICIES,
+    "slo_weight": opt.PRICING_POLICIES,
 }
 
 #: Keys that mean something only where prefill has engines of its own.
@@ -81,11 +83,12 @@ def resolve(args: Namespace, environ: Mapping[str, str]) -> RouterOptions | None
     _check_launch_mode(args, environ)
     _check_engines(args.data_parallel_size, options.prefill)
     _check_models(args, options)
-    if not getattr(args, "headless", False):
-        # Only routers have these.
-        _check_journal(options.journal)
-        _check_profile(options)
     launch = launch_of(args)
+    if not launch.headless:
+        # Only routers have one.
+        _check_journal(options.journal)
+    if not launch.headless or _has_orders(options, launch):
+        _check_profile(options)
     check_part(launch, options, environ)
     check_telemetry(options, launch)
     _check_telemetry_free(options, launch)
@@ -115,8 +118,9 @@ def check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
         raise OptionError(
             "--router-config.profile has no effect under the policy "
             f"{options.policy} and the order {opt.FCFS}: drop it or write "
-            f"--router-policy {' or '.join(opt.PRICING_POLICIES)}, or "
-            "--router-config.order short_first or deadline"
+            f"--router-policy {' or '.join(opt.PRICING_POLICIES)}, "
+            "--router-config.order short_first or deadline, or "
+            "--router-config.admission X"
         )
     for key, policies in _POLICY_KEYS.items():
         if key in config and options.policy not in policies:
@@ -147,6 +151,13 @@ def check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
 def _check_calibration(options: RouterOptions) -> None:
     from vllm_calrouter import transport
 
+    if not options.listens:
+        raise OptionError(
+            "--router-config.calibration has no effect under the policy "
+            f"{options.policy}: drop it or write "
+            f"--router-policy {' or '.join(opt.PRICING_POLICIES)}, or "
+            "--router-config.admission X"
+        )
     if options.calibration and options.telemetry == transport.OFF:
         raise OptionError(
             "--router-config.calibration on has no effect without what engines tell: "
@@ -207,6 +218,12 @@ def _check_models(args: Namespace, options: RouterOptions) -> None:
                 f"--router-config.defaults are for the model {name!r}, which is not "
                 f"served: write one of {', '.join(map(repr, served))}"
             )
+
+
+def _has_orders(options: RouterOptions, launch: Launch) -> bool:
+    """Whether engines of this launch price what waits."""
+    roles = {options.role_of(rank) for rank in launch.ranks}
+    return any(options.order_of(role) != opt.FCFS for role in roles)
 
 
 def _check_profile(options: RouterOptions) -> None:

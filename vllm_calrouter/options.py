@@ -110,8 +110,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def prices(self) -> bool:
         """Whether anything asks what work costs."""
-        orders = {self.order, self.decode_order}
-        return self.policy in PRICING_POLICIES or orders != {FCFS}
+        return self.listens or {self.order, self.decode_order} != {FCFS}
 
     @property
     def calibrates(self) -> bool:
@@ -132,6 +131,12 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Whether a router acts on what engines tell of themselves."""
         return self.policy in PRICING_POLICIES or self.admission is not None
 
+    def role_of(self, rank: int) -> Literal["prefill", "decode", "both"]:
+        """What the engine of a rank does."""
+        if not self.prefill:
+            return "both"
+        return "prefill" if rank < self.prefill else "decode"
+
     def order_of(self, role: Literal["prefill", "decode", "both"]) -> str:
         """In which order the engines of a role serve what waits."""
         return self.decode_order if role == "decode" else self.order
@@ -139,12 +144,12 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 HELP = {
     "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
-    "profile": "calibrated, paper, and every order but fcfs: what work costs on these "
-    "engines; the name of a shipped profile or a file. Without it an A40's figures "
-    "stand in; orders correct them by what the engine's own steps take.",
-    "calibration": "calibrated, paper: on or off: fit what work costs to the steps "
-    "that engines report, beginning with the profile. Off: only tell when it is wrong. "
-    "On where no profile is written, unless said otherwise.",
+    "profile": "calibrated, paper, admission, and every order but fcfs: what work "
+    "costs on these engines; the name of a shipped profile or a file. Without it an "
+    "A40's figures stand in; orders correct them by what the engine's own steps take.",
+    "calibration": "calibrated, paper, admission: on or off: fit what work costs to "
+    "the steps that engines report, beginning with the profile. Off: only tell when it "
+    "is wrong. On where no profile is written, unless said otherwise.",
     "slot_weight": "calibrated: how much the use of an engine's slots counts in its "
     "price; 0: not at all (docs/pricing.md).",
     "kv_weight": "calibrated, paper: the same of its KV cache after admission.",

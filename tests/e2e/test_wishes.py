@@ -208,7 +208,13 @@ def test_the_online_predictor_learns_what_outputs_are_like(unified: Server) -> N
     for seed in range(30):
         # Any token ends the output: one token each, finished by itself.
         ends = [*range(512)]
-        unified.complete(prompt_ids(600, seed), max_tokens=200, stop_token_ids=ends)
+        unified.complete(
+            prompt_ids(600, seed),
+            max_tokens=200,
+            stop_token_ids=ends,
+            # Of whom nothing was learned from other tests' requests.
+            user="somebody",
+        )
     assert unified.metric(name, source="online") == before + 30
     said = unified.journal_lines(lines + 30)[lines:]
     assert {line["output_tokens"] for line in said} == {1}

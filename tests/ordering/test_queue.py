@@ -165,8 +165,9 @@ def test_priority_means_nothing_where_vllm_has_it_off() -> None:
     assert drained(made) == [first, second]
 
 
-def test_priorities_nobody_waits_under_cost_no_memory() -> None:
-    made = queue("deadline", by_priority=True)
+@pytest.mark.parametrize("order", list(ORDERS))
+def test_priorities_nobody_waits_under_cost_no_memory(order: str) -> None:
+    made = queue(order, by_priority=True)
     for priority in range(200):
         made.add_request(request(f"r{priority}", priority=priority))
         made.begin_step(step())

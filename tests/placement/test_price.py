@@ -349,7 +349,7 @@ def test_silence_costs_a_second_a_second_and_then_the_engine() -> None:
     for _ in range(2):
         assert policy.pick(table, 10, 10, now_s=6.0) == 1
     silence = {rank: priced["silence_s"] for rank, priced in policy.terms().items()}
-    assert silence == {0: 5.0, 1: 0.0}
+    assert silence == {0: 5.7, 1: 0.0}
     assert policy.pick(table, 10, 10, now_s=10.5) == 1
     assert set(policy.terms()) == {1}
     assert "silent" in policy.reason()
@@ -501,6 +501,18 @@ def test_what_was_told_is_worked_off_by_the_clock(serves: Phase | None) -> None:
     booked = (Booking(0, Phase.PREFILL, 900, 1),)
     more = price(serves, {**told, "prefill_tokens": 0}, now_s=5.9, bookings=booked)
     assert more > idle
+
+
+def test_a_long_step_is_no_silence_as_long_as_it_is_heard() -> None:
+    table = a_table(A40_QWEN_3B, A40_QWEN_3B, A40_QWEN_3B)
+    table.hear(0, **figures(now_s=5.0, step_age_s=0.8))
+    table.hear(1, **figures(now_s=5.0, step_age_s=1.5))
+    # Not a word for as long as the first one's step has been under way.
+    table.hear(2, **figures(now_s=4.2))
+    policy = make_policy("calibrated", 0, 3)
+    policy.pick(table, 10, 10, now_s=5.0)
+    silence = {rank: priced["silence_s"] for rank, priced in policy.terms().items()}
+    assert silence == {0: 0.0, 1: 0.5, 2: pytest.approx(0.5)}
 
 
 def test_a_silent_engine_is_not_taken_to_work_on() -> None:

@@ -206,6 +206,33 @@ def test_a_fault_in_the_fit_begins_it_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert setting.state(0)["source"] == "fit"
 
 
+def test_a_fit_that_has_no_answer_begins_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module.logger, "exception", lambda *_: None)
+    setting = Setting([A40, A40])
+    setting.report(0, traffic(A40, 60))
+    setting.calibrator._engines[0].fit._information[:] = 0.0
+    setting.now_s += 1.0
+    setting.calibrator.put_if_due()
+    setting.report(0, traffic(A40, 60))
+    assert setting.state(0)["source"] == "fit"
+    assert setting.state(0)["steps"] == 60
+
+
+async def test_while_many_engines_are_judged_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting = Setting([A40] * 5)
+    judged: list[int] = []
+    monkeypatch.setattr(setting.calibrator, "_judge", judged.append)
+    task = asyncio.create_task(setting.calibrator.run())
+    for done in range(5):
+        assert len(judged) == done
+        await asyncio.sleep(0)
+    task.cancel()
+
+
 async def test_it_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEARN_S", 0.001)
     setting = Setting([A40])

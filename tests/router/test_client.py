@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from vllm_calrouter._core import Phase
 from vllm_calrouter.engine.scheduler import introduce
 from vllm_calrouter.options import OptionError, RouterOptions
-from vllm_calrouter.placement import Placer, Pools
+from vllm_calrouter.placement import Placer, Pools, Prompt
 from vllm_calrouter.router import client as module
 from vllm_calrouter.router.client import RouterClient
+from vllm_calrouter.router.router import Router
 
 OPTIONS = RouterOptions(prefill=1, telemetry="off")
 
@@ -26,6 +28,10 @@ class Client(RouterClient):
         self.router: Any = SimpleNamespace(options=OPTIONS, placer=placer)
         self.answers = answers
         self.client_index = 0
+        self.calibrator = None
+
+    async def call_utility_async(self, method: str, *args: Any) -> None:
+        return
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         if isinstance(self.answers, Exception):
@@ -65,6 +71,49 @@ async def test_the_state_is_there_when_a_host_is_gone(
     assert await Client([{"rank": 0}]).engine_states() == [{"rank": 0}]
 
 
+@pytest.mark.parametrize(
+    ("options", "fits"),
+    [
+        ({"policy": "calibrated"}, True),
+        ({"policy": "vllm"}, False),
+        ({"policy": "vllm", "admission": 2.0}, True),
+    ],
+)
+async def test_what_work_costs_is_fitted_where_anything_acts_on_it(
+    options: dict[str, Any], fits: bool
+) -> None:
+    client = Client([])
+    router = client.router = Router(RouterOptions(**options), 2)
+    client.introductions, client._listening = [], []
+    client._listen()
+    client._stop_listening()
+    assert (client.calibrator is not None) == fits
+    assert router.placer.refresh is None
+
+
+@pytest.mark.parametrize(
+    ("what", "args", "empties"),
+    [
+        ("reset_prefix_cache_async", (), True),
+        ("pause_scheduler_async", ("wait",), True),
+        ("pause_scheduler_async", ("keep", False), False),
+        ("sleep_async", (), True),
+        ("sleep_async", (0,), False),
+    ],
+)
+async def test_what_was_cached_is_forgotten_when_caches_are_emptied(
+    what: str, args: tuple[Any, ...], empties: bool
+) -> None:
+    client = Client([True, True])
+    prompt = Prompt(list(range(200)))
+    options = RouterOptions(policy="calibrated")
+    placer = client.router.placer = Placer(options, Pools(2, 0))
+    placer.choose(Phase.PREFILL, 200, 1, prompt=prompt)
+    await getattr(client, what)(*args)
+    again = placer.choose(Phase.PREFILL, 200, 1, prompt=prompt)
+    assert again.cached_tokens == (0 if empties else 192)
+
+
 def vllm_config(**changes: Any) -> Any:
     model = {"model": "Qwen/Qwen2.5-3B", "dtype": "torch.bfloat16", **changes}
     return SimpleNamespace(
@@ -90,6 +139,15 @@ def test_what_is_served_is_named_as_in_a_profile() -> None:
             "tensor_parallel 1, ",
         ),
         ({"policy": "calibrated"}, logging.INFO, "no profile was written"),
+        ({}, logging.INFO, "is fitted as they come"),
+        ({"telemetry": "off"}, logging.INFO, "work is mispriced"),
+        ({"calibration": False}, logging.INFO, "work is mispriced"),
+        ({"policy": "vllm"}, logging.INFO, "orders correct it"),
+        (
+            {"policy": "vllm", "order": "fcfs", "admission": 1.0},
+            logging.INFO,
+            "is fitted as they come",
+        ),
         (
             {"order": "deadline", "profile": "a40-qwen2.5-3b"},
             logging.WARNING,

@@ -32,6 +32,7 @@ TPOT = "x-llm-d-slo-tpot-ms"
 def rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(intake, "_rules", None)
     monkeypatch.setattr(intake, "_admit", None)
+    intake._beams_let_in.set(False)
     intake.activate(parse({"slo_classes": {"tight": {"ttft_ms": 175}}}))
     token = intake._headers.set(None)
     yield
@@ -200,6 +201,32 @@ def test_a_request_is_let_in_or_not_by_its_wishes(
     with pytest.raises(RefusedError):
         passed(extra_args={"slo": "tight"})
     told(completion())
+
+
+def test_a_beam_search_is_let_in_once_and_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(intake, "_admit", asked.append)
+    body = completion(vllm_xargs={"slo": "tight"})
+    intake.told_by_beam_search(lambda request: "beams", body)
+    for _ in range(3):
+        passed()
+    assert [wishes.slo for wishes in asked] == ["tight"]
+    monkeypatch.setattr(intake, "_admit", no_tight_ones)
+    with pytest.raises(RefusedError):
+        intake.told_by_beam_search(lambda request: "beams", body)
+
+
+def test_a_session_is_let_in_by_its_first_part_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(intake, "_admit", asked.append)
+    for resumable in (False, True, True):
+        part = engine_request(resumable=resumable)
+        intake.checked(lambda part=part: part)
+    assert len(asked) == 1
 
 
 async def test_a_refused_client_is_told_when_to_ask_again(

@@ -210,6 +210,27 @@ def test_what_the_prompt_cost_is_told_from_where_it_ran() -> None:
     assert record["cached_tokens"] == 4
 
 
+def test_a_prompt_forced_onto_an_engine_is_cached_there_all_the_same() -> None:
+    router = Router(RouterOptions(policy="calibrated"), 4)
+    legs = []
+    for name, rank in (("a", 2), ("b", 2), ("c", None)):
+        legs.append(router.begin(request(name, 200, data_parallel_rank=rank)))
+        router.answered(answer(token(name, FinishReason.LENGTH)))
+    assert [leg.data_parallel_rank for leg in legs] == [2, 2, 2]
+    expected = [one["expected_cached_tokens"] for one in router.decisions(3)]
+    assert expected == [0, 192, 192]
+
+
+def test_who_does_not_read_the_cache_is_not_expected_to() -> None:
+    router = Router(RouterOptions(policy="calibrated"), 2)
+    prompts = {"first": {}, "scored": {"prompt_logprobs": 1}}
+    for name, params in prompts.items():
+        router.begin(request(name, 200, params=params))
+        router.answered(answer(token(name, FinishReason.LENGTH)))
+    _, scored = router.decisions(2)
+    assert scored["expected_cached_tokens"] == 0
+
+
 @pytest.mark.parametrize("prefill", [0, 2])
 def test_a_prompt_goes_where_it_is_expected_to_be_cached(prefill: int) -> None:
     router = Router(RouterOptions(policy="calibrated", prefill=prefill), 6)

@@ -15,7 +15,6 @@ from vllm_calrouter.engine.observer import Observer, observed
 from vllm_calrouter.engine.ordered import order_queue, ordered
 from vllm_calrouter.engine.publisher import Publisher
 from vllm_calrouter.keys import Keys, load_keys
-from vllm_calrouter.messages import Role
 from vllm_calrouter.options import CONFIG_KEY, FCFS, RouterOptions
 from vllm_calrouter.placement.costs import engine_costs
 from vllm_calrouter.seam import add_engine_utility, router_options
@@ -51,7 +50,7 @@ def build_scheduler(
     tells = options.telemetry != transport.OFF
     scheduler_class = _base_class(vllm_config)
     rank = vllm_config.parallel_config.data_parallel_index
-    order = options.order_of(role_of(rank, options))
+    order = options.order_of(options.role_of(rank))
     if order != FCFS:
         scheduler_class = ordered(scheduler_class)
     if tells:
@@ -80,7 +79,7 @@ def observe(scheduler: Any, options: RouterOptions, rank: int) -> None:
     address = transport.located(options.telemetry)
     publisher = Publisher(address, rank, keys=_keys(options))
     scheduler.observer = Observer(
-        scheduler, rank=rank, role=role_of(rank, options), to=publisher
+        scheduler, rank=rank, role=options.role_of(rank), to=publisher
     )
     # A router that starts later hears an idle engine, too.
     scheduler.observer.tell()
@@ -105,13 +104,6 @@ def introduce(options: RouterOptions, rank: int) -> dict[str, Any]:
 def _keys(options: RouterOptions) -> Keys | None:
     folder = options.telemetry_keys
     return load_keys(folder, "engine") if folder else None
-
-
-def role_of(rank: int, options: RouterOptions) -> Role:
-    """What the engine of this rank does."""
-    if not options.prefill:
-        return "both"
-    return "prefill" if rank < options.prefill else "decode"
 
 
 def _base_class(vllm_config: VllmConfig) -> Any:

@@ -69,7 +69,6 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
         """Choose who goes into a step, where the order does (`plans`)."""
         if not self.plans:
             return
-        self._drop_empty_levels()
         for _, level in sorted(self._levels.items()):
             for job in level.returned:
                 if step.has_room:
@@ -95,6 +94,7 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
         for job in self._front:
             self._put_back(job)
         self._front.clear()
+        self._drop_empty_levels()
 
     def add_request(self, request: Request) -> None:
         job = self._read(request)
@@ -122,8 +122,6 @@ class OrderedQueue(RequestQueue):  # type: ignore[misc]
         if job.home is None:
             self._level(job).returned.appendleft(job)
         else:
-            # Its level may have been dropped when it was the last one there.
-            job.home = self._level(job).order
             job.home.add(job)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:

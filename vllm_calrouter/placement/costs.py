@@ -48,15 +48,20 @@ def foreign_profile(options: RouterOptions, served: Mapping[str, Any]) -> str:
         if options.profile
         else f"no profile was written, and {STAND_IN} stands in, which was"
     )
-    then = (
-        "what steps cost is fitted as they come, but not transfers"
-        if options.calibrates
-        else "placements are mispriced"
-    )
     return (
-        f"{whose} measured on something else ({differences}): {then}; measure these "
-        "engines with calrouter calibrate, and write --router-config.profile FILE"
+        f"{whose} measured on something else ({differences}): {_then(options)}; "
+        "measure these engines with calrouter calibrate, and write "
+        "--router-config.profile FILE"
     )
+
+
+def _then(options: RouterOptions) -> str:
+    """What comes of a profile of something else."""
+    if not options.listens:
+        return "orders correct it by one factor, which the engines' own steps tell"
+    if options.calibrates and options.telemetry != "off":
+        return "what steps cost is fitted as they come, but not transfers"
+    return "work is mispriced"
 
 
 @dataclass(frozen=True, slots=True)

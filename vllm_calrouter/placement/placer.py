@@ -212,10 +212,7 @@ class Placer:
             source_rank=-1 if source_rank is None else source_rank,
             prefixes=prefixes,
         )
-        cached_tokens = 0
-        if prefixes is not None:
-            cached_tokens = prefixes.cached_tokens(rank)
-            prefixes.keep(self.table, rank)
+        cached_tokens = self._keep(prefixes, rank)
         return Choice(
             phase,
             rank,
@@ -226,6 +223,24 @@ class Placer:
             terms=(policy.terms() or None) if self._explain else None,
             cached_tokens=cached_tokens,
         )
+
+    def given(
+        self, by: str, phase: Phase, rank: int, prompt: Prompt | None = None
+    ) -> Choice:
+        """A choice that somebody else has made; the engine will have the prompt, too.
+
+        Args: as of `choose`.
+        """
+        cached_tokens = self._keep(self._look_up(phase, prompt), rank)
+        return Choice(phase, rank, by, "given", (), 0.0, cached_tokens=cached_tokens)
+
+    def _keep(self, prefixes: _core.Prefixes | None, rank: int) -> int:
+        """What an engine has of the prompt looked up last; from now on it has all."""
+        if prefixes is None:
+            return 0
+        cached_tokens = prefixes.cached_tokens(rank)
+        prefixes.keep(self.table, rank)
+        return cached_tokens
 
     def _look_up(self, phase: Phase, prompt: Prompt | None) -> _core.Prefixes | None:
         """What engines have of a prompt; None where it is not known or not asked."""

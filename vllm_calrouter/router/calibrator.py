@@ -12,7 +12,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -65,6 +66,8 @@ class _Engine:
         self.role = role
         self.fit = OnlineFit(prior)
         self.costs = prior
+        #: What its fit says, where that can be used.
+        self.fitted: EngineCosts | None = None
         self.source: Source = "profile"
         self.drifts = False
         self.pending: deque[StepTiming] = deque(maxlen=_MOST_PENDING)
@@ -148,33 +151,54 @@ class Calibrator:
     async def run(self) -> None:
         """Learn and put into use until cancelled."""
         while True:
+            due = self._is_due()
             for rank in range(len(self._engines)):
                 self.learn(rank)
-                # Others of the event loop come first.
+                if due:
+                    self._judge(rank)
+                # Others of the event loop come first: this takes half a millisecond.
                 await asyncio.sleep(0)
-            self.put_if_due()
+            if due:
+                self._put()
             await asyncio.sleep(LEARN_S)
 
     def learn(self, rank: int) -> None:
         """Take in the steps noted of an engine."""
-        engine = self._engines[rank]
+        with self._or_again(rank):
+            self._engines[rank].learn()
+
+    @contextmanager
+    def _or_again(self, rank: int) -> Iterator[None]:
+        """Start an engine's fit again where something cannot be done with it."""
         try:
-            engine.learn()
+            yield
         except Exception:
             logger.exception("engine %d's steps could not be fitted: again", rank)
-            engine.forget()
+            self._engines[rank].forget()
 
     def put_if_due(self) -> None:
         """Put the fitted constants into use, unless that was done a moment ago."""
-        now_s = self._clock()
-        if now_s - self._put_s < PUT_S:
-            return
-        self._put_s = now_s
-        for rank in range(len(self._engines)):
-            # Before the constants change: what was wrong is to be seen.
-            self._check_drift(rank)
-        if self._takes_over:
+        if self._is_due():
+            for rank in range(len(self._engines)):
+                self._judge(rank)
             self._put()
+
+    def _is_due(self) -> bool:
+        now_s = self._clock()
+        due = now_s - self._put_s >= PUT_S
+        if due:
+            self._put_s = now_s
+        return due
+
+    def _judge(self, rank: int) -> None:
+        """See how well an engine is predicted, and what would predict it better."""
+        # Before the constants change: what was wrong is to be seen.
+        self._check_drift(rank)
+        engine = self._engines[rank]
+        engine.fitted = None
+        with self._or_again(rank):
+            if self._takes_over and engine.fit.settled:
+                engine.fitted = engine.fit.costs
 
     def costs(self, rank: int) -> EngineCosts:
         """The constants in use."""
@@ -187,8 +211,8 @@ class Calibrator:
     def _put(self) -> None:
         settled: dict[str, list[Any]] = {}
         for rank, engine in enumerate(self._engines):
-            if engine.fit.settled:
-                self._use(rank, engine.fit.costs, "fit")
+            if engine.fitted is not None:
+                self._use(rank, engine.fitted, "fit")
             if engine.source == "fit":
                 settled.setdefault(engine.role, []).append(values_of(engine.costs))
         for rank, engine in enumerate(self._engines):

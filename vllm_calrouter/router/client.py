@@ -12,11 +12,11 @@ from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from vllm_calrouter import introduction, transport
-from vllm_calrouter.engine.scheduler import STATE_UTILITY, role_of
+from vllm_calrouter.engine.scheduler import STATE_UTILITY
 from vllm_calrouter.introduction import Introduction
 from vllm_calrouter.keys import Keys, load_keys
 from vllm_calrouter.messages import EngineMessage
-from vllm_calrouter.options import PRICING_POLICIES, OptionError, RouterOptions
+from vllm_calrouter.options import OptionError, RouterOptions
 from vllm_calrouter.placement import (
     Limits,
     engine_costs,
@@ -131,7 +131,7 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
 
     def _listen(self) -> None:
         router = self._router
-        if router.options.policy in PRICING_POLICIES:
+        if router.options.listens:
             self.calibrator = _calibrator(router)
         self.subscriber = Subscriber(
             [engine.url for engine in self.introductions if engine.url],
@@ -228,6 +228,19 @@ class RouterClient(DPLBAsyncMPClient):  # type: ignore[misc]
         emptied: bool = await super().reset_prefix_cache_async(*args, **kwargs)
         return emptied
 
+    async def pause_scheduler_async(
+        self, mode: Any = "abort", clear_cache: bool = True
+    ) -> None:
+        await super().pause_scheduler_async(mode, clear_cache)
+        if clear_cache:
+            self._router.placer.forget_prefixes()
+
+    async def sleep_async(self, level: int = 1, mode: Any = "abort") -> None:
+        await super().sleep_async(level, mode)
+        # At level 0 engines only stop, and keep what they have.
+        if level:
+            self._router.placer.forget_prefixes()
+
     async def engine_states(self) -> list[dict[str, Any]]:
         """What every engine holds right now (`engine/scheduler.py`).
 
@@ -275,7 +288,7 @@ def _calibrator(router: Router) -> Calibrator:
     options, pools = router.options, router.pools
     return Calibrator(
         engine_costs(options, pools.engines),
-        [role_of(rank, options) for rank in range(pools.engines)],
+        [options.role_of(rank) for rank in range(pools.engines)],
         router.placer.table,
         takes_over=options.calibrates,
         metrics=router.metrics,

@@ -46,6 +46,10 @@ _retry_after_s: ContextVar[list[int] | None] = ContextVar(
     "calrouter_retry_after", default=None
 )
 
+#: Whether the request being handled is a beam search that was let in: its steps pass
+#: the last gate one by one, and none is refused when others are done.
+_beams_let_in: ContextVar[bool] = ContextVar("calrouter_beams_let_in", default=False)
+
 #: The rules of this process's router; None: no router, nothing is read.
 _rules: Rules | None = None
 
@@ -73,7 +77,7 @@ class SloHeaders:
     """ASGI middleware that keeps the SLO headers for the request they came with, and
     tells a client that was refused when to ask again.
 
-    The variable is set for every request, also to nothing: uvicorn starts a pipelined
+    The variables are set for every request, also to nothing: uvicorn starts a pipelined
     request in the context of the one before it.
     """
 
@@ -89,6 +93,7 @@ class SloHeaders:
                     # As elsewhere in HTTP servers, the first of several counts.
                     found.setdefault(name, value)
             _headers.set(found)
+            _beams_let_in.set(False)
         if _admit is not None and scope["type"] == "http":
             retry_after_s: list[int] = []
             _retry_after_s.set(retry_after_s)
@@ -130,10 +135,13 @@ def told_by_beam_search(
     """`to_beam_search_params`: only refuses; a beam search's steps carry no wishes.
 
     Raises:
-        VLLMValidationError: as `told_by_body`.
+        VLLMValidationError, RefusedError: as `told_by_body`.
     """
     if _rules is not None:
-        _rules.read(_told(request, request.vllm_xargs), None)
+        extra, model = _told(request, request.vllm_xargs), vars(request).get("model")
+        _rules.read(extra, model)
+        _let_in(_rules, extra, model)
+        _beams_let_in.set(True)
     return original(request, *args, **kwargs)
 
 
@@ -141,7 +149,7 @@ def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`InputProcessor.process_inputs`: nothing passes whose wishes cannot be meant.
 
     Raises:
-        VLLMValidationError: as `told_by_body`.
+        VLLMValidationError, RefusedError: as `told_by_body`.
     """
     request = original(*args, **kwargs)
     params = request.sampling_params
@@ -151,10 +159,16 @@ def checked(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         params.extra_args = dict(params.extra_args or {})
         _fold_headers(params.extra_args, headers)
     _rules.check(params)
-    # Who has a body was let in by it, before a streamed answer had begun.
-    if wishes.ABOUT not in (params.extra_args or ()):
+    if not _was_let_in(request):
         _let_in(_rules, params.extra_args, None)
     return request
+
+
+def _was_let_in(request: Any) -> bool:
+    """By its body, before a streamed answer had begun; as part of a session, of which
+    vLLM checks an empty one first; or as a step of a beam search."""
+    extra = request.sampling_params.extra_args or ()
+    return wishes.ABOUT in extra or request.resumable or _beams_let_in.get()
 
 
 def _let_in(rules: Rules, extra: Mapping[str, Any] | None, model: str | None) -> None:

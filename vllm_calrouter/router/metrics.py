@@ -5,6 +5,7 @@ The label `engine` is the rank, as in vLLM's metrics.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -112,9 +113,12 @@ class RouterMetrics:
         )
         self._suggested = gauge(
             "suggested_prefill_engines",
-            "Prefill engines of the split that would leave both pools most room.",
+            "Prefill engines of the split that would leave both pools most room; NaN: "
+            "not known.",
             "livemostrecent",
         )
+        # 0 would say that every engine should do both.
+        self._suggested.set(math.nan)
         self._step_ratio = gauge(
             "step_prediction_ratio",
             "Predicted / measured seconds of an engine's last steps, in the median; of "

@@ -341,7 +341,7 @@ class Router:
                 source_rank=source_rank,
             )
         else:
-            choice = Choice(phase, given[1], given[0], "given", (), 0.0)
+            choice = self.placer.given(given[0], phase, given[1], prompt)
         logger.debug("chose %s", choice)
         if self.metrics:
             self.metrics.decided(choice, timed=given is None)
@@ -663,8 +663,12 @@ class Router:
 
 
 def _prompt(request: EngineCoreRequest) -> Prompt | None:
-    """A prompt as prefix caches know it; None where they know it by more than ids."""
+    """A prompt as prefix caches know it; None where they know it by more than ids, or
+    are not asked."""
+    params = request.sampling_params or request.pooling_params
     if request.prompt_token_ids is None or request.mm_features:
+        return None
+    if params is not None and params.skip_reading_prefix_cache:
         return None
     adapter = request.lora_request.lora_name if request.lora_request else None
     apart = (request.cache_salt, adapter)

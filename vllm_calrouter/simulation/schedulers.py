@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_calrouter.engine.observer import Observer, observed
-from vllm_calrouter.engine.scheduler import build_scheduler, role_of
+from vllm_calrouter.engine.scheduler import build_scheduler
 from vllm_calrouter.options import (
     CONFIG_KEY,
     RouterOptions,
@@ -149,7 +149,7 @@ class Schedulers:
         )
         if self._options.listens:
             scheduler.observer = _Asked(
-                scheduler, rank=rank, role=role_of(rank, self._options), to=_NOBODY
+                scheduler, rank=rank, role=self._options.role_of(rank), to=_NOBODY
             )
         return scheduler
 
