@@ -49,6 +49,8 @@ class Runs:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with processes(workers) as pool, self._path.open("a") as file:
+            # A killed run may have left half a line: what follows is a line of its own.
+            file.write("\n")
             futures = {pool.submit(self._run, one): one for one in missing}
             ended = as_completed(futures)
             try:

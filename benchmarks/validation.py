@@ -15,8 +15,8 @@ machine that does nothing else meanwhile.
 
 A run in which the machine did not keep up says nothing about the simulator: engines
 were late with their steps, or the client with its requests. Such runs are told and the
-validation does not pass. All others are kept in `.cache/validation` and not run again:
-call it again to go on, or to run anew what was disturbed.
+validation does not pass. All others are kept in `.cache/validation` and not run again
+with the same code: call it again to go on, or to run anew what was disturbed.
 
 What would mislead:
 - The hardware. Engines are paced to a profile; that real ones follow it is another
@@ -45,7 +45,7 @@ from examples.tiny_model import make_tiny_model
 from vllm_calrouter.bench.compare import Benchmark, Settings
 from vllm_calrouter.calibration import load, save
 from vllm_calrouter.emulation import Pace, arguments
-from vllm_calrouter.options import PRICING_POLICIES
+from vllm_calrouter.runs import code_version
 from vllm_calrouter.simulation.pool import simulated
 from vllm_calrouter.workloads.options import Traffic
 
@@ -107,9 +107,10 @@ def paced_runs(slow_down: float, seed: int) -> dict[Case, Run]:
     """All cases on real servers, those made before from the store."""
     store = _FOLDER / "paced.jsonl"
     store.parent.mkdir(parents=True, exist_ok=True)
+    code = code_version()
     keys = {
-        case: f"{case.workload} {RATES[case.workload]:g} {DURATION_S:g} {case.policy} "
-        f"{slow_down:g} {seed}"
+        case: f"{code} {case.workload} {RATES[case.workload]:g} {DURATION_S:g} "
+        f"{case.policy} {slow_down:g} {seed}"
         for case in cases()
     }
     found = stored(store)
@@ -166,7 +167,7 @@ def a_cluster(policy: str, slow_down: float) -> Cluster:
         policy=policy,
         arguments=[
             *arguments(pace),
-            *(_prices(slow_down) if policy in PRICING_POLICIES else ()),
+            *_prices(slow_down),
             *("--max-model-len", str(_MODEL_LEN)),
             *("--hf-overrides", json.dumps({"max_position_embeddings": _MODEL_LEN})),
             *("--max-num-batched-tokens", str(_STEP_TOKENS)),
@@ -179,7 +180,8 @@ def a_cluster(policy: str, slow_down: float) -> Cluster:
 
 
 def _prices(slow_down: float) -> list[str]:
-    """What work costs on the paced engines, for a router that lives on their clock."""
+    """What work costs on the paced engines, for policies and orders that price on
+    their clock."""
     profile = load(PROFILE)
     costs = profile.costs.faster(1 / slow_down).changed(
         transfer_base_s=profile.costs.transfer_base_s * slow_down,

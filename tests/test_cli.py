@@ -195,6 +195,10 @@ def test_a_class_is_promised_what_is_written() -> None:
             [*SMALL, "--no-slo-targets", "--router-config", "slo_classes={}"],
             "without default_slo",
         ),
+        (
+            [*SMALL, "--no-slo-targets", "--router-config", "admission=1"],
+            "no request states its targets",
+        ),
         ([*SMALL, "--router-config", "long_share=0.2"], "has no effect"),
         (
             [*SMALL, "--router-config", "order=fcfs", "--router-config", "patience=1"],
@@ -229,6 +233,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str) 
         ("arrival_s,input_tokens,output_tokens\n1,5,1e99\n", "'1e99' is no length"),
         ("arrival_s,input_tokens,output_tokens\n1,99999999,3\n", "is no length"),
         ("arrival_s,input_tokens,output_tokens\n1,40000,3\n", "more than the model's"),
+        ("arrival_s,input_tokens,output_tokens\n1.7e9,4,3\n", "--start 1700000000"),
     ],
 )
 def test_a_trace_that_cannot_be_replayed_is_one_line(

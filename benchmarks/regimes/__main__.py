@@ -6,7 +6,7 @@
 study's A40). Every setup sees the same requests of each seed, and differences are taken
 seed by seed against round-robin as a proxy does it today, the first token from decode.
 Runs are kept in a file: one that is there is not made again, so that an interrupted
-study goes on, and a finished one prints at once. Uses both cores.
+study goes on, and a finished one prints at once.
 
 The figures are simulated, not hardware's. The pause between first and second token is
 shown beside goodput, where TTFT got what it won from.

@@ -58,10 +58,9 @@ def _family(name: str, more: str = "", *, share: float = 1.0) -> str:
 def wrong_profile(speed: float) -> Path:
     """The stand-in's profile with engines `speed` times as fast, as a file."""
     path = _PROFILES / f"{STAND_IN}-{speed:g}.json"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        profile = load(STAND_IN)
-        save(msgspec.structs.replace(profile, costs=profile.costs.faster(speed)), path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    profile = load(STAND_IN)
+    save(msgspec.structs.replace(profile, costs=profile.costs.faster(speed)), path)
     return path
 
 

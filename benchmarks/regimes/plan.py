@@ -43,7 +43,8 @@ class Plan(NamedTuple):
         for cell in self.cells:
             for setup in self.setups:
                 yield from self._arguments(cell, setup)
-        yield from self._arguments(grid.EIGHT, grid.ROUND_ROBIN)
+        if self._has_mixed():
+            yield from self._arguments(grid.EIGHT, grid.ROUND_ROBIN)
 
     def outcomes(self, runs: Runs) -> Outcomes:
         """Of all cells and setups; raises KeyError for what was not run."""
@@ -57,10 +58,13 @@ class Plan(NamedTuple):
 
     def goodput_of_eight(self, runs: Runs) -> float | None:
         """Round-robin's on eight engines; None where `mixed` is not among the cells."""
-        if "mixed" not in {cell.name for cell in self.cells}:
+        if not self._has_mixed():
             return None
         eight = self._runs(runs, grid.EIGHT, grid.ROUND_ROBIN)
         return fmean(run["goodput"] for run in eight)
+
+    def _has_mixed(self) -> bool:
+        return "mixed" in {cell.name for cell in self.cells}
 
     def _runs(self, runs: Runs, cell: grid.Cell, setup: str) -> list[Figures]:
         return [runs[one] for one in self._arguments(cell, setup)]

@@ -16,11 +16,12 @@ from vllm_calrouter.simulation.results import mean_and_error
 Options = Mapping[str, Any]
 
 #: The study's protocol: its fixed targets, loose three times as long, its 2 + 4
-#: engines, and no first token from prefill.
+#: engines in vLLM's own order, and no first token from prefill.
 PROTOCOL: Options = {
     "prefill": 2,
     "decode": 4,
     "slo": ("tight=175/39.7", "loose=525/119.1"),
+    "router-config.order": "fcfs",
     "router-config.first_token": "off",
 }
 

@@ -31,10 +31,11 @@ def test_a_run_made_before_is_not_made_again(tmp_path: Path) -> None:
     Runs(store, made).make([f"{trail} 1", f"{trail} 1"], 1)
     # As a kill leaves it.
     with store.open("a") as file:
-        file.write('{"key": "half a li\n')
+        file.write('{"key": "half a li')
     again = Runs(store, made)
     again.make([f"{trail} 1", f"{trail} 2"], 1)
     assert again[f"{trail} 1"] == {"of": f"{trail} 1"}
+    Runs(store, made).make([f"{trail} 1", f"{trail} 2"], 1)
     pids = trail.read_text().split()
     assert len(pids) == 2
     assert str(os.getpid()) not in pids

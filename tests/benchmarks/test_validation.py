@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.validation import Both, Case, cases, disturbed, rows, verdict
+from benchmarks import validation
+from benchmarks.validation import POLICIES, Both, Case, cases, disturbed, rows, verdict
+from vllm_calrouter.calibration import load
 
 
 def run(goodput: float, p99_s: float = 0.5, **more: Any) -> dict[str, Any]:
@@ -19,6 +22,19 @@ def found(**changed: Both) -> dict[Case, Both]:
     """All cases the same on both sides, but for one policy's on docs."""
     same = {case: Both(run(0.8), run(0.8)) for case in cases()}
     return same | {Case("docs", policy): both for policy, both in changed.items()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_engines_of_every_policy_order_by_costs_on_their_own_clock(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(validation, "_FOLDER", tmp_path)
+    monkeypatch.setattr(validation, "make_tiny_model", lambda path: path)
+    monkeypatch.setattr(validation, "Cluster", lambda model, **more: more["arguments"])
+    words: Any = validation.a_cluster(policy, 8.0)
+    profile = load(words[words.index("--router-config.profile") + 1])
+    slow, quick = profile.costs, load(validation.PROFILE).costs
+    assert slow.decode_base_s == pytest.approx(8 * quick.decode_base_s)
 
 
 def test_equal_figures_pass() -> None:

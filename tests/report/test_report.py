@@ -112,6 +112,8 @@ def test_without_matplotlib_it_says_what_to_install(
 
 def a_run(name: str, seed: int, goodput: float, **more: Any) -> dict[str, Any]:
     one = {"kind": "simulated", "scenario": "s", "name": name, "seed": seed}
+    one |= dict.fromkeys(("preemptions", "refused", "failed"), 0)
+    one |= {key: {} for key in ("ttft_s", "tpot_s", "pause_s", "legs_by_engine")}
     return {**one, "goodput": goodput, "goodput_by_class": {"tight": goodput}, **more}
 
 
@@ -124,6 +126,13 @@ def test_gains_are_taken_seed_by_seed() -> None:
     mean, error = group.gain(second) or (0, 0)
     assert mean == pytest.approx(0.1), "seed 3 has no partner"
     assert error == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_run_of_another_version_is_told() -> None:
+    older = a_run("a", 1, 0.5)
+    del older["refused"]
+    with pytest.raises(ValueError, match="a run without refused"):
+        grouped([(older, [])])
 
 
 def test_only_runs_of_one_kind_and_scenario_are_put_side_by_side() -> None:

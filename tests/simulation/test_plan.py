@@ -46,6 +46,8 @@ def test_every_split_is_simulated_on_the_same_requests() -> None:
         (("--engines", "3", "nowhere.csv"), "nowhere.csv"),
         (("--engines", "3", *TRAFFIC, "--decode", "2"), "--decode"),
         (("--engines", "3", *TRAFFIC, "--output=x"), "--output=x"),
+        (("--engines", "3", *TRAFFIC, "--requests-file", "x"), "--requests-file"),
+        (("--engines", "3", *TRAFFIC, "--seed", "1", "--seed=2"), "write one"),
     ],
 )
 def test_what_cannot_be_planned_is_said_in_a_line(

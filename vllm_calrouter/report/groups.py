@@ -14,6 +14,13 @@ from vllm_calrouter.simulation.tables import paired
 
 Requests = Sequence[Mapping[str, Any]]
 
+#: What the page shows of a run.
+_FIGURES = (
+    *("kind", "scenario", "name", "seed", "goodput", "goodput_by_class"),
+    *("ttft_s", "tpot_s", "pause_s", "preemptions", "refused", "failed"),
+    "legs_by_engine",
+)
+
 
 class Setup(msgspec.Struct, frozen=True):
     """One name's runs in a group, by seed, with their requests."""
@@ -104,16 +111,15 @@ def grouped(
     """
     named: dict[tuple[str, str], dict[str, Setup]] = {}
     for run, requests in found:
-        try:
-            setups = named.setdefault((run["kind"], run["scenario"]), {})
-            setup = setups.setdefault(run["name"], Setup(run["name"], {}, {}))
-            seed = run["seed"]
-        except KeyError as error:
+        missing = [figure for figure in _FIGURES if figure not in run]
+        if missing:
             raise ValueError(
-                f"a run without {error}: is it of another version?"
-            ) from None
-        setup.runs[seed] = run
-        setup.requests[seed] = requests
+                f"a run without {', '.join(missing)}: is it of another version?"
+            )
+        setups = named.setdefault((run["kind"], run["scenario"]), {})
+        setup = setups.setdefault(run["name"], Setup(run["name"], {}, {}))
+        setup.runs[run["seed"]] = run
+        setup.requests[run["seed"]] = requests
     names = dict.fromkeys(name for setups in named.values() for name in setups)
     if base is not None and base not in names:
         raise ValueError(f"no run is called {base!r}: write one of {', '.join(names)}")

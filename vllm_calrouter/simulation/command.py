@@ -144,7 +144,7 @@ _PLURAL = " May be given several times, to compare."
     "--policy",
     "policies",
     multiple=True,
-    default=("least_loaded",),
+    default=(RouterOptions().policy,),
     show_default=True,
     metavar="NAME",
     help=f"One of {', '.join(POLICIES)}.{_PLURAL}",
@@ -535,6 +535,11 @@ def _check_slo(setup: Setup, traffic: Traffic) -> None:
                     f"--router-config {key}=... has no effect where requests state "
                     "their targets: add --no-slo-targets"
                 )
+    elif "admission" in config:
+        raise ValueError(
+            "--router-config admission=... has no effect where no request states its "
+            "targets: drop it or --no-slo-targets"
+        )
     if "slo_classes" in config and "default_slo" not in config:
         raise ValueError(
             "--router-config slo_classes=... has no effect in a simulation without "

@@ -28,8 +28,18 @@ Examples:
       --router-config order=deadline --profile my-gpus.json
 """
 
-#: What is said here already, or makes more than one run of a split.
-_NOT_HERE = ("--prefill", "--decode", "--json", "--output", "--find-rate")
+#: What is said here already, or makes more than one run of a split or file.
+_NOT_HERE = (
+    "--prefill",
+    "--decode",
+    "--json",
+    "--output",
+    "--requests-file",
+    "--find-rate",
+)
+
+#: Compared by `calrouter simulate` where they are written more than once.
+_ONCE = ("--policy", "--seed")
 
 #: Figures by which splits are compared; more of the first and less of the others is
 #: better.
@@ -68,9 +78,13 @@ def plan(engines: int, as_json: bool, simulate: tuple[str, ...]) -> None:
 
 def _of_simulate(words: Sequence[str]) -> tuple[str, ...]:
     """The command line of `calrouter simulate`; raises Wrong."""
-    for word in words:
-        if word.partition("=")[0] in _NOT_HERE:
+    options = [word.partition("=")[0] for word in words]
+    for word, option in zip(words, options, strict=True):
+        if option in _NOT_HERE:
             raise Wrong(f"{word}: calrouter plan sets it by itself, drop it")
+    for option in _ONCE:
+        if options.count(option) > 1:
+            raise Wrong(f"{option}: calrouter plan compares splits, write one")
     if words and not words[0].startswith("-"):
         return ("--trace", *words)
     return tuple(words)

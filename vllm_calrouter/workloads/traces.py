@@ -28,6 +28,9 @@ _PREFIX = "hash_ids"
 #: Longer than any model's context; a mistake.
 _MOST_TOKENS = 10_000_000
 
+#: Nobody waits longer for the first request; stamps of a calendar, more likely.
+_MOST_LEAD_S = 86_400.0
+
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
@@ -66,6 +69,12 @@ def replay(path: str | Path, how: Replay | None = None) -> list[Arrival]:
         raise WorkloadError(
             f"trace {path}: every request in the window is longer than "
             f"{how.skip_over_tokens:,} tokens"
+        )
+    lead_s = kept[0].arrival_s - how.start_s
+    if lead_s > _MOST_LEAD_S:
+        raise WorkloadError(
+            f"trace {path}: the first request arrives after {lead_s:.0f} s: begin with "
+            f"--start {kept[0].arrival_s:.0f}, or count arrival_s from 0"
         )
     # A window may reach past the end of the trace: nothing is recorded there.
     length_s = recorded[-1].arrival_s - how.start_s

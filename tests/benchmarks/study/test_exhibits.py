@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from benchmarks.study.exhibit import METRICS, Exhibit, command_line
-from benchmarks.study.exhibits import EXHIBITS
+from benchmarks.study.exhibits import BEYOND, EXHIBITS
 from benchmarks.study.page import reading
 from benchmarks.study.plots import PLOTS
 from benchmarks.study.tables import MORE
@@ -46,6 +46,21 @@ def test_every_run_is_one_that_the_command_takes(exhibit: Exhibit) -> None:
         assert promised(setup, load(setup.profile)).slo["tight"].ttft_s == 0.175
         believed_costs(setup)
         assert router_options(setup, policy, seed).policy == policy
+
+
+@pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda one: one.name)
+def test_only_what_goes_beyond_the_study_has_an_order_or_an_early_first_token(
+    exhibit: Exhibit,
+) -> None:
+    for point in exhibit.points:
+        for name in exhibit.setups:
+            line = exhibit.line({}, point, name, 1)
+            written = simulate.make_context("simulate", shlex.split(line)).params
+            setup = Setup(**{name: written[name] for name in Setup.__struct_fields__})
+            options = router_options(setup, written["policies"][0], 1)
+            beyond = name.partition(",")[0] == BEYOND
+            assert options.order == ("deadline" if beyond else "fcfs")
+            assert options.first_token == beyond
 
 
 @pytest.mark.parametrize("exhibit", EXHIBITS, ids=lambda one: one.name)
