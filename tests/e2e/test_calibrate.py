@@ -6,20 +6,21 @@ from pathlib import Path
 
 from click.testing import CliRunner
 
-from benchmarks.calibration_held_out import MOST_ERROR, held_out
+from benchmarks.calibration_held_out import held_out
 from tests.e2e.talk import Server
 from vllm_calrouter.calibration import load
 from vllm_calrouter.cli import main
 
-#: On a machine that others use steps take what they take; a wrong model is further off.
-_BUSY = 2 * MOST_ERROR
+#: Two cores shared by engines, server and client scatter by a fifth, and by more under
+#: load; a profile of another machine is off by several times.
+_MOST_ERROR = 0.5
 
 
 async def test_steps_that_were_not_fitted_are_predicted(unified: Server) -> None:
     rows = await held_out(unified.cluster.url, key=unified.key, turns=3, turn_s=3)
     assert unified.settle() == ""
     assert all(row["steps"] > 50 for row in rows)
-    assert max(row["median"] for row in rows) < _BUSY
+    assert max(row["median"] for row in rows) < _MOST_ERROR
 
 
 def test_a_split_server_is_measured_with_its_transfers(
