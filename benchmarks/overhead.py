@@ -140,7 +140,9 @@ class Scene:
 
 
 SPLIT = Scene("2+4", HEADLINE, 2, 6)
-SCENES = (*(Scene(policy, policy, 0, _ENGINES) for policy in POLICIES), SPLIT)
+#: What a server does whose options say nothing of a policy.
+DEFAULT = Scene("2+4, default", RouterOptions().policy, 2, 6)
+SCENES = (*(Scene(policy, policy, 0, _ENGINES) for policy in POLICIES), SPLIT, DEFAULT)
 
 
 class EnginelessClient(RouterClient):
@@ -414,6 +416,7 @@ def summary(
         "rounds": len(off_s),
         "policies": policies,
         "split_2_4": split,
+        "default_2_4": router_us[DEFAULT.name],
     }
 
 
@@ -421,7 +424,11 @@ _STEPS = ("begin", "begin_cold", "add", "hand_over", "token", "end")
 
 
 def table(result: dict[str, Any]) -> str:
-    scenes = {**result["policies"], "2+4": result["split_2_4"]}
+    scenes = {
+        **result["policies"],
+        SPLIT.name: result["split_2_4"],
+        DEFAULT.name: result["default_2_4"],
+    }
     lines = [f"{'us, p50 / p99':24}" + "".join(f"{name:>18}" for name in scenes)]
     for step in _STEPS:
         cells = (cell(scene.get(f"{step}_us")) for scene in scenes.values())

@@ -14,7 +14,6 @@ from benchmarks.overhead import (
     OFF,
     POLICIES,
     SCENES,
-    SPLIT,
     Scene,
     add_times,
     arguments,
@@ -67,7 +66,7 @@ def test_everybody_goes_first_second_and_last_equally_often() -> None:
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.name)
 def test_every_request_driven_ends(scene: Scene) -> None:
     times = drive(scene, 100, int)
-    legs = {"begin": 100, "hand_over": 100 if scene == SPLIT else 0}
+    legs = {"begin": 100, "hand_over": 100 if scene.prefill else 0}
     answers = {"token": 100, "end": 100}
     assert {step: len(each) for step, each in times.items()} == legs | answers
 
