@@ -45,11 +45,10 @@ from tqdm import tqdm
 
 from examples.cpu_cluster import Cluster
 from examples.tiny_model import make_tiny_model
-from vllm_calrouter.calibration import EngineCosts, load
+from vllm_calrouter.calibration import STAND_IN, EngineCosts, load
 from vllm_calrouter.calibration.fit import as_arrays, fit_steps, predict, values_of
 from vllm_calrouter.calibration.measure import Measurement
 from vllm_calrouter.messages import StepTiming
-from vllm_calrouter.placement.costs import STAND_IN
 
 MOST_ERROR = 0.15
 

@@ -8,15 +8,39 @@ on where it was; one that is finished prints at once.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any
 
+import click
 from tqdm import tqdm
 
+from vllm_calrouter.console import Decorator, several
 from vllm_calrouter.runs import code_version
 from vllm_calrouter.simulation.pool import Figures, processes, simulated
+
+
+def keeps_runs(path: str) -> Decorator:
+    """`--workers` and `--results`, which is `path` where it is not written."""
+    return several(
+        [
+            click.option(
+                "--workers",
+                type=click.IntRange(1),
+                default=os.cpu_count,
+                help="A core each.",
+            ),
+            click.option(
+                "--results",
+                type=click.Path(path_type=Path, dir_okay=False),
+                default=Path(path),
+                show_default=True,
+                help="Where runs are kept.",
+            ),
+        ]
+    )
 
 
 class Runs:

@@ -39,6 +39,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.markdown import markdown
 from benchmarks.runs import as_line, stored
 from examples.cpu_cluster import Cluster
 from examples.tiny_model import make_tiny_model
@@ -264,10 +265,7 @@ def main() -> int:
     result = verdict(found)
     headings = ["workload", "policy", "goodput", *_COLUMNS]
     if options.markdown:
-        print("| " + " | ".join(headings) + " |")
-        print("|---" * len(headings) + "|")
-        for cells in rows(found):
-            print("| " + " | ".join(cells) + " |")
+        print(markdown(headings, rows(found)))
     else:
         table = Table(*headings, title="Paced engines / simulated (simulated to paced)")
         for cells in rows(found):

@@ -30,14 +30,15 @@ class Prefixes {
   std::int64_t cached_tokens(std::size_t rank) const { return cached_tokens_[rank]; }
 
   /// Chunks remembered of an engine.
-  std::size_t chunks(std::size_t rank) const { return shelf(rank).chunks; }
+  std::size_t chunks(std::size_t rank) const {
+    return shelves_[checked(rank)].chunks;
+  }
 
   /// Looks a prompt up. `salt` is one number for all else that caches tell apart.
   void look(const Table& table, std::uint64_t salt,
             const std::vector<std::int64_t>& prompt) {
     check(table);
-    for (const std::size_t rank : matched_) cached_tokens_[rank] = 0;
-    matched_.clear();
+    forget_matches();
     name_chunks(salt, prompt);
     // The last token is computed whatever is cached.
     const std::size_t usable = prompt.empty() ? 0 : (prompt.size() - 1) / kChunkTokens;
@@ -48,24 +49,22 @@ class Prefixes {
   /// The prompt looked up last goes to an engine: from now on it is in its cache.
   void keep(const Table& table, std::int64_t rank, double capacity_tokens) {
     check(table);
-    Shelf& shelf = this->shelf(static_cast<std::size_t>(rank));
-    renew(table, static_cast<std::size_t>(rank));
+    Shelf& shelf = shelves_[checked(static_cast<std::size_t>(rank))];
+    const auto holder = static_cast<std::uint32_t>(rank);
+    renew(table, holder);
     // The end of a prompt is given up before its beginning, as in vLLM's own cache.
     for (std::size_t place = chain_.size(); place-- > 0;)
-      put(shelf, static_cast<std::uint32_t>(rank), chain_[place]);
+      put(shelf, holder, chain_[place]);
     const double most = capacity_tokens / static_cast<double>(kChunkTokens);
-    while (static_cast<double>(shelf.chunks) > most)
-      drop_oldest(shelf, static_cast<std::uint32_t>(rank));
-    if (shelf.used.size() > 2 * shelf.chunks + kChunkTokens)
-      compact(shelf, static_cast<std::uint32_t>(rank));
+    while (static_cast<double>(shelf.chunks) > most) drop_oldest(shelf, holder);
+    if (shelf.used.size() > 2 * shelf.chunks + kChunkTokens) compact(shelf, holder);
   }
 
   /// Forgets all: caches were emptied.
   void clear() {
     holders_.clear();
     for (Shelf& shelf : shelves_) shelf = Shelf{};
-    for (const std::size_t rank : matched_) cached_tokens_[rank] = 0;
-    matched_.clear();
+    forget_matches();
   }
 
  private:
@@ -91,14 +90,16 @@ class Prefixes {
                                   std::to_string(table.engines()));
   }
 
-  const Shelf& shelf(std::size_t rank) const {
+  std::size_t checked(std::size_t rank) const {
     if (rank >= shelves_.size())
       throw std::out_of_range("rank " + std::to_string(rank) + " of " +
                               std::to_string(shelves_.size()) + " engines");
-    return shelves_[rank];
+    return rank;
   }
-  Shelf& shelf(std::size_t rank) {
-    return const_cast<Shelf&>(static_cast<const Prefixes*>(this)->shelf(rank));
+
+  void forget_matches() {
+    for (const std::size_t rank : matched_) cached_tokens_[rank] = 0;
+    matched_.clear();
   }
 
   /// A chunk's name stands for it and all before it. Each token is mixed in as
@@ -137,10 +138,9 @@ class Prefixes {
   }
 
   /// An engine that was started anew has an empty cache.
-  void renew(const Table& table, std::size_t rank) {
+  void renew(const Table& table, std::uint32_t rank) {
     if (is_current(table, rank)) return;
-    while (shelves_[rank].chunks > 0)
-      drop_oldest(shelves_[rank], static_cast<std::uint32_t>(rank));
+    while (shelves_[rank].chunks > 0) drop_oldest(shelves_[rank], rank);
     shelves_[rank].incarnation = table.engine_at(rank).message.incarnation;
   }
 

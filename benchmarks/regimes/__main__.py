@@ -15,18 +15,18 @@ shown beside goodput, where TTFT got what it won from.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
 import click
 from rich.console import Console
 
+from benchmarks.markdown import markdown
 from benchmarks.regimes import grid
 from benchmarks.regimes.bars import Bar, bars
 from benchmarks.regimes.plan import FULL, QUICK, Plan
-from benchmarks.regimes.show import FIGURES, markdown, rich_table, rows
-from benchmarks.runs import Runs
+from benchmarks.regimes.show import FIGURES, rich_table, rows
+from benchmarks.runs import Runs, keeps_runs
 
 
 def verdict(bar: Bar) -> str:
@@ -55,16 +55,7 @@ def verdict(bar: Bar) -> str:
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help=f"Folder with recorded traces to replay: {', '.join(grid.TRACES)} (.csv.gz).",
 )
-@click.option(
-    "--workers", type=click.IntRange(1), default=os.cpu_count, help="A core each."
-)
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path(".cache/regimes.jsonl"),
-    show_default=True,
-    help="Where runs are kept.",
-)
+@keeps_runs(".cache/regimes.jsonl")
 @click.option(
     "--format",
     "form",
@@ -107,7 +98,7 @@ def main(
     for column in FIGURES:
         lines = rows(plan, found, column)
         if form == "markdown":
-            click.echo(f"{column.title}:\n\n{markdown(lines)}")
+            click.echo(f"{column.title}:\n\n{markdown(next(lines), lines)}\n")
         else:
             console.print(rich_table(column.title, lines))
     for bar in reached:

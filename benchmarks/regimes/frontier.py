@@ -9,17 +9,17 @@ shared with `python -m benchmarks.regimes`.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
+from benchmarks.markdown import markdown
 from benchmarks.regimes import grid
 from benchmarks.regimes.outcome import Outcome, outcome
 from benchmarks.regimes.plan import FULL, QUICK, Span
-from benchmarks.regimes.show import SUMMARY, markdown
-from benchmarks.runs import Runs
+from benchmarks.regimes.show import SUMMARY
+from benchmarks.runs import Runs, keeps_runs
 
 WORKLOADS = ("mixed", "mixed_long", "chat", "docs")
 PATIENCE = ("0", "2", "6", "null")
@@ -99,20 +99,12 @@ def plot(found: Curves, path: Path) -> None:
 @click.command(help=__doc__)
 @click.option("--quick", is_flag=True, help="Two seeds, 60 s each.")
 @click.option("--plot", "drawing", type=click.Path(path_type=Path), help="SVG file.")
-@click.option(
-    "--workers", type=click.IntRange(1), default=os.cpu_count, help="A core each."
-)
-@click.option(
-    "--results",
-    type=click.Path(path_type=Path, dir_okay=False),
-    default=Path(".cache/regimes.jsonl"),
-    show_default=True,
-    help="Where runs are kept.",
-)
+@keeps_runs(".cache/regimes.jsonl")
 def main(quick: bool, drawing: Path | None, workers: int, results: Path) -> None:
     found = curves(Runs(results), QUICK if quick else FULL, workers)
     click.echo(f"{SUMMARY.title}:\n")
-    click.echo(markdown(lines(found)))
+    table = lines(found)
+    click.echo(markdown(next(table), table) + "\n")
     if drawing is not None:
         plot(found, drawing)
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from vllm_calrouter.calibration import load, save
+from vllm_calrouter.calibration import STAND_IN, load, save
 from vllm_calrouter.options import RouterOptions
-from vllm_calrouter.placement.costs import STAND_IN
 from vllm_calrouter.workloads import FAMILIES
 
 #: Profiles that are wrong by a factor are written here; names of runs have the path in

@@ -49,13 +49,6 @@ def rows(plan: Plan, found: Outcomes, column: Column) -> Iterator[list[str]]:
         yield [cell.name, *map(column.show, outcomes)]
 
 
-def markdown(lines: Iterator[list[str]]) -> str:
-    """A table for a page."""
-    heading, *rest = (f"| {' | '.join(line)} |" for line in lines)
-    rule = "|---" * (heading.count("|") - 1) + "|"
-    return "\n".join([heading, rule, *rest, ""])
-
-
 def rich_table(title: str, lines: Iterator[list[str]]) -> Table:
     """A table for a terminal."""
     first, *setups = next(lines)

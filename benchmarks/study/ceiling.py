@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.study.exhibit import Options
-from vllm_calrouter.calibration import EngineCosts, load
-from vllm_calrouter.placement.costs import STAND_IN
+from vllm_calrouter.calibration import STAND_IN, EngineCosts, load
 from vllm_calrouter.workloads import generate
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from statistics import fmean
 
+from benchmarks.markdown import markdown
 from benchmarks.study.ceiling import ceiling
 from benchmarks.study.exhibit import Claim, Results
 
@@ -14,14 +15,6 @@ _LEVEL = 0.01
 
 #: Student's t, two-sided 95 %, by the number of traces; of more than 8 the last.
 _SURE = {2: 12.7, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the first column is text, the others are figures."""
-    lines = ["|" + "|".join(f" {cell} " for cell in head) + "|"]
-    lines.append("|---" + "|---:" * (len(head) - 1) + "|")
-    lines += ["|" + "|".join(f" {cell} " for cell in row) + "|" for row in rows]
-    return "\n".join(lines)
 
 
 def goodput(results: Results) -> str:
@@ -52,7 +45,7 @@ def _grid(results: Results, what: str, cell: Callable[[str, str], str]) -> str:
         for setup in results.exhibit.setups
     )
     head = ["", what] if len(points) == 1 else [what, *points]
-    return markdown(head, rows)
+    return markdown(head, rows, figures=True)
 
 
 def engines_saved(results: Results) -> str:
@@ -79,7 +72,7 @@ def engines_saved(results: Results) -> str:
         f"engines for the goodput that `{base}` has",
         *(f"with {count} ({of_base[count]:.3f})" for count in (7, 8)),
     ]
-    return markdown(head, rows)
+    return markdown(head, rows, figures=True)
 
 
 def ceilings(results: Results) -> str:
@@ -94,7 +87,8 @@ def ceilings(results: Results) -> str:
         [f"first token from {engine}", *(cell(point, early) for point in points)]
         for engine, early in (("decode", False), ("prefill", True))
     ]
-    return markdown(["in time if alone on the cluster", *points], rows)
+    head = ["in time if alone on the cluster", *points]
+    return markdown(head, rows, figures=True)
 
 
 def reached(
@@ -131,7 +125,7 @@ def printed(results: Results) -> str:
         ]
         for one in results.exhibit.printed
     )
-    return markdown(["", "printed (hardware)", "simulated"], rows)
+    return markdown(["", "printed (hardware)", "simulated"], rows, figures=True)
 
 
 def _shown(value: float, metric: str) -> str:
@@ -146,7 +140,8 @@ def claims(results: Results) -> str:
         said = "" if claim.printed is None else f"{claim.printed:+.3f}"
         agrees = verdict(claim, *gain, traces=len(results.seeds))
         rows.append([claim.says, said, signed(*gain), agrees])
-    return markdown(["the study says", "printed", "simulated", ""], rows)
+    head = ["the study says", "printed", "simulated", ""]
+    return markdown(head, rows, figures=True)
 
 
 def verdict(claim: Claim, gain: float, error: float, *, traces: int) -> str:

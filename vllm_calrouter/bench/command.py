@@ -11,7 +11,7 @@ import click
 
 from vllm_calrouter.bench.compare import Benchmark, Settings
 from vllm_calrouter.bench.server import BenchError
-from vllm_calrouter.calibration import ProfileError, shipped
+from vllm_calrouter.calibration import STAND_IN, ProfileError, shipped
 from vllm_calrouter.console import Wrong
 from vllm_calrouter.workloads.options import HELP, Traffic, traffic_options
 
@@ -61,7 +61,7 @@ Runs are kept in the folder --output: what is complete there is not run again.
 )
 @click.option(
     "--profile",
-    default="a40-qwen2.5-3b",
+    default=STAND_IN,
     show_default=True,
     metavar="NAME|FILE",
     help="Whose SLO classes requests are of: "

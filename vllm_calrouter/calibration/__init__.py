@@ -1,6 +1,7 @@
 """What an engine's work costs in seconds: profiles, and where they come from."""
 
 from vllm_calrouter.calibration.profile import (
+    STAND_IN,
     EngineCosts,
     Profile,
     ProfileError,
@@ -11,6 +12,7 @@ from vllm_calrouter.calibration.profile import (
 )
 
 __all__ = [
+    "STAND_IN",
     "EngineCosts",
     "Profile",
     "ProfileError",

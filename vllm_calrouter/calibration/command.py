@@ -23,6 +23,7 @@ from vllm_calrouter.calibration.measure import (
 )
 from vllm_calrouter.calibration.profile import (
     SCHEMA,
+    STAND_IN,
     EngineCosts,
     Profile,
     ProfileError,
@@ -31,6 +32,7 @@ from vllm_calrouter.calibration.profile import (
     save,
     shipped,
 )
+from vllm_calrouter.console import Wrong
 
 #: The targets the study sets: TPOT three times a decode step alone, TTFT 2.62 times
 #: the prefill of a typical prompt (512 tokens); loose three times both.
@@ -53,15 +55,6 @@ Example:
 """
 
 
-class _Wrong(click.ClickException):
-    """One line on stderr, exit code 2."""
-
-    exit_code = 2
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"calrouter calibrate: error: {self.message}", err=True)
-
-
 @click.command(help=_HELP)
 @click.option("--url", required=True, help="Of the server: http://HOST:PORT.")
 @click.option(
@@ -76,7 +69,7 @@ class _Wrong(click.ClickException):
 )
 @click.option(
     "--profile",
-    default="a40-qwen2.5-3b",
+    default=STAND_IN,
     show_default=True,
     metavar="NAME|FILE",
     help=f"What is thought before, of which little is believed: "
@@ -106,26 +99,26 @@ def calibrate(
     as_json: bool,
 ) -> None:
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise _Wrong(
+        raise Wrong(
             "--plot needs matplotlib: pip install 'vllm-calrouter[plot]', or drop it"
         )
     for option, path in (("-o", output), ("--plot", plot)):
         if path is not None and not path.absolute().parent.is_dir():
-            raise _Wrong(f"{option} {path}: there is no such folder")
+            raise Wrong(f"{option} {path}: there is no such folder")
     try:
         prior = load(profile).costs
         measured = asyncio.run(measure(url, prior, api_key, most_seconds))
         found = make_profile(measured, prior)
         save(found, output)
     except (MeasureError, ProfileError, ValueError) as error:
-        raise _Wrong(str(error)) from None
+        raise Wrong(error) from None
     if plot is not None:
         from vllm_calrouter.calibration.plot import draw
 
         try:
             draw(measured, plot)
         except OSError as error:
-            raise _Wrong(f"--plot {plot} cannot be written: {error}") from None
+            raise Wrong(f"--plot {plot} cannot be written: {error}") from None
     if as_json:
         click.echo(json.dumps(report(measured, found)))
         return

@@ -22,6 +22,9 @@ import msgspec
 #: Version of the file format; a file of another one is refused.
 SCHEMA = 1
 
+#: The profile that stands in where nothing was measured.
+STAND_IN = "a40-qwen2.5-3b"
+
 #: A profile is a page of text. Anything larger is another file.
 _MOST_BYTES = 1_000_000
 
@@ -145,9 +148,16 @@ class EngineCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Raises ValueError when the factor, or a constant it leads to, is absurd.
         """
         _check("speed", factor, 1e-3, 1e3)
-        names = [n for n in self.__struct_fields__ if n.startswith(("prefill", "dec"))]
-        scaled = {name: getattr(self, name) / factor for name in names}
+        scaled = {name: getattr(self, name) / factor for name in SPEED}
         return msgspec.structs.replace(self, **scaled)
+
+
+#: Constants that an engine's speed is in; memory and link are what they are.
+SPEED = tuple(
+    name
+    for name in EngineCosts.__struct_fields__
+    if name.startswith(("prefill", "decode"))
+)
 
 
 class SloClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import math
 
-from vllm_calrouter.calibration import EngineCosts
-
-#: Constants that the engine's speed is in; memory and link are what they are.
-_TIMES = tuple(
-    name
-    for name in EngineCosts.__struct_fields__
-    if name.startswith(("prefill", "dec"))
-)
+from vllm_calrouter.calibration.profile import SPEED, EngineCosts
 
 #: Part of the difference that one step makes good.
 _GAIN = 0.02
@@ -51,5 +44,5 @@ class Pace:
         log_factor = self._log_factor + _GAIN * math.log(off)
         self._log_factor = min(max(log_factor, -most), most)
         factor = math.exp(self._log_factor)
-        times = {name: factor * getattr(self._profile, name) for name in _TIMES}
+        times = {name: factor * getattr(self._profile, name) for name in SPEED}
         self.costs = self._profile.changed(**times)

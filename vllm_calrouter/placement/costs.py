@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_calrouter._core import Costs
-from vllm_calrouter.calibration import EngineCosts, load
+from vllm_calrouter.calibration import STAND_IN, EngineCosts, load
 
 if TYPE_CHECKING:
     from vllm_calrouter.options import RouterOptions
-
-#: What stands in where nothing was measured.
-STAND_IN = "a40-qwen2.5-3b"
 
 
 def core_costs(costs: EngineCosts | Costs) -> Costs:

@@ -14,6 +14,7 @@ import click
 import msgspec
 
 from vllm_calrouter.calibration import (
+    STAND_IN,
     EngineCosts,
     Profile,
     ProfileError,
@@ -174,7 +175,7 @@ _PLURAL = " May be given several times, to compare."
 )
 @click.option(
     "--profile",
-    default="a40-qwen2.5-3b",
+    default=STAND_IN,
     show_default=True,
     metavar="NAME|FILE",
     help=f"What the engines are: {', '.join(shipped())}, or a file.",
