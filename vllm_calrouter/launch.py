@@ -43,7 +43,7 @@ _POLICY_KEYS = {
 }
 
 #: Keys that mean something only where prefill has engines of its own.
-_SPLIT_KEYS = ("warm_up", "first_token", "kv_load_failure")
+_SPLIT_KEYS = ("warm_up", "first_token", "kv_load_failure", "nixl_sleep_ms")
 
 #: Keys that mean something under one predictor only.
 _PREDICTOR_KEYS = {

@@ -86,6 +86,7 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_order: str = FCFS
     patience: Annotated[float, Meta(ge=0, le=1e6)] | None = 2.0
     kv_load_failure: Literal["recompute", "fail"] = "recompute"
+    nixl_sleep_ms: Annotated[int, Meta(ge=0, le=1000)] | None = None
     journal: str | None = None
     telemetry: str = "ipc"
     telemetry_keys: str | None = None
@@ -171,6 +172,9 @@ HELP = {
     "longer tail; null: no bound.",
     "kv_load_failure": "recompute or fail: what a decode engine does with a request "
     "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
+    "nixl_sleep_ms": "Milliseconds that NIXL's progress thread may sleep while nothing "
+    "moves; 0: it never sleeps, as NIXL has it, and takes a core for each engine. Not "
+    "given: 1 where engines run on the CPU, 0 elsewhere.",
     "journal": "File that gets one JSON line a request: pair, candidates, times.",
     "telemetry": "Where engines tell routers what they hold: ipc (a private folder), "
     "ipc:///FOLDER, tcp://HOST:PORT (rank N on port PORT + N), tcp://*:PORT (the same "

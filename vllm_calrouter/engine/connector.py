@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlPullConnector
 
+from vllm_calrouter.engine.nixl_sleep import let_sleep
 from vllm_calrouter.seam import router_options
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class NixlConnector(NixlPullConnector):  # type: ignore[misc]
         rank = vllm_config.parallel_config.data_parallel_index
         # The scheduler reads the role again from this configuration afterwards.
         vllm_config.kv_transfer_config.kv_role = kv_role(rank, options.prefill)
+        let_sleep(options.nixl_sleep_ms)
         super().__init__(vllm_config, role, kv_cache_config)
 
     def get_num_new_matched_tokens(
