@@ -15,6 +15,7 @@ HEADERS = (
     "prefixes",
     "price",
     "policy",
+    "queue",
     "policies",
     "replay",
 )

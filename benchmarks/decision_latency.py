@@ -10,14 +10,15 @@ the choice is timed.
 
   C++           in the core, by its own clock (some 0.03 microseconds are the clock's)
   C++, all new  the same when the figures of every engine have changed
+  C++, deadline by the policy `deadline`, which goes through each prefill engine's queue
   binding       the same two calls from Python
   decide        with the reason and all scores as Python objects, as the router calls it
   NumPy         the same price, one array operation for all engines of a pool
   Python        the same price, one engine after the other
 
 All replay the same script of messages and requests, as far as each gets in its time,
-and must pick the same engines; otherwise the run ends with an error. The factor is the
-median of a row over C++'s.
+and all but `deadline` must pick the same engines; otherwise the run ends with an error.
+The factor is the median of a row over C++'s.
 
 What would mislead:
 - A warm loop: code and state are in the CPU's caches, which a server's are not always.
@@ -62,8 +63,11 @@ _LEGS_AN_ENGINE = 8
 _BLOCK_TOKENS = 16
 _KV_BLOCKS = A40_QWEN_3B.kv_capacity_tokens // _BLOCK_TOKENS
 
+#: The one version that places by another rule.
+DEADLINE = "C++, deadline"
+
 Pick = tuple[int, int]
-Script = list[tuple[dict[str, float] | None, int, int, float]]
+Script = list[tuple[dict[str, float] | None, int, int, float, float]]
 
 
 def split(engines: int) -> int:
@@ -93,7 +97,8 @@ def _slowed(costs: Costs, factor: float) -> Costs:
 
 
 def script_of(engines: int, choices: int, seed: int) -> Script:
-    """For each choice: the message heard before it, prompt, output, now."""
+    """For each choice: the message heard before it, prompt, output, now, and when its
+    first token is due."""
     draw = random.Random(seed)
     script: Script = []
     for index in range(choices):
@@ -117,7 +122,10 @@ def script_of(engines: int, choices: int, seed: int) -> Script:
             "block_tokens": _BLOCK_TOKENS,
             "now_s": now_s,
         }
-        script.append((message, draw.randrange(1, 4000), draw.randrange(1, 800), now_s))
+        prompt, output = draw.randrange(1, 4000), draw.randrange(1, 800)
+        # Some of those that wait are late by then, at any size.
+        due_s = now_s + draw.uniform(0.0, 0.01 * _LEGS_AN_ENGINE * engines)
+        script.append((message, prompt, output, now_s, due_s))
     return script
 
 
@@ -130,7 +138,7 @@ class Core:
     decode: Policy
 
     @classmethod
-    def of(cls, costs: list[Costs]) -> Core:
+    def of(cls, costs: list[Costs], policy: str = "calibrated") -> Core:
         engines, prefill = len(costs), split(len(costs))
         # Messages of a script are far apart where engines are many.
         table = Table(engines, dead_s=1e9)
@@ -139,8 +147,8 @@ class Core:
         make = _core.make_policy
         return cls(
             table,
-            make("calibrated", 0, prefill, serves=Phase.PREFILL),
-            make("calibrated", prefill, engines, serves=Phase.DECODE),
+            make(policy, 0, prefill, serves=Phase.PREFILL),
+            make(policy, prefill, engines, serves=Phase.DECODE),
         )
 
 
@@ -151,9 +159,14 @@ class Run:
 
 
 def in_core(
-    costs: list[Costs], script: Script, under_way: int, *, all_new: bool = False
+    costs: list[Costs],
+    script: Script,
+    under_way: int,
+    *,
+    policy: str = "calibrated",
+    all_new: bool = False,
 ) -> Run:
-    core = Core.of(costs)
+    core = Core.of(costs, policy)
     picks, seconds = _core.replay(
         core.table,
         core.prefill,
@@ -219,7 +232,7 @@ def timed(
     run = Run([], [])
     bookings: deque[tuple[int, int]] = deque()
     ends_s = time.perf_counter() + _BUDGET_S
-    for message, prompt, output, now_s in script:
+    for message, prompt, output, now_s, _ in script:
         if message is not None:
             hear(message)
         began_s = time.perf_counter()
@@ -247,6 +260,7 @@ def runs_of(engines: int, choices: int, seed: int) -> Iterator[tuple[str, Run]]:
     under_way = _LEGS_AN_ENGINE * engines
     yield "C++", in_core(costs, script, under_way)
     yield "C++, all new", in_core(costs, script, under_way, all_new=True)
+    yield DEADLINE, in_core(costs, script, under_way, policy="deadline")
     for name, decide in (("binding", False), ("decide", True)):
         yield name, through_binding(costs, script, under_way, decide=decide)
     yield "NumPy", in_python(NumpyRouter(costs), engines, script, under_way)
@@ -259,7 +273,7 @@ def measure(engines: int, *, choices: int = _CHOICES, seed: int = 1) -> dict[str
     for name, run in runs.items():
         same = run.picks == runs["C++"].picks[: len(run.picks)]
         # Not `assert`, which `python -O` leaves out.
-        if not same:
+        if not same and name != DEADLINE:
             raise AssertionError(f"{name} and C++ picked unlike engines of {engines}")
     return runs
 
@@ -291,7 +305,7 @@ def main() -> None:
                 result[str(engines)] = {"p50_us": us["p50"], "p99_us": us["p99"]}
         grid.add_section()
     Console().print(grid)
-    print("All versions picked the same engines.")
+    print("All versions but deadline picked the same engines.")
     if args.json:
         print(json.dumps(result))
 

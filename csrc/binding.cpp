@@ -138,7 +138,8 @@ void bind_ledger(py::class_<Table>& table) {
   table
       .def("book", &Table::book, py::arg("rank"), py::arg("phase"),
            py::arg("prompt_tokens"), py::arg("output_tokens"), py::kw_only(),
-           py::arg("cached_tokens") = 0, py::arg("now_s") = kNoDate)
+           py::arg("cached_tokens") = 0, py::arg("now_s") = kNoDate,
+           py::arg("due_s") = Demand::kNever)
       .def("release", &Table::release, py::arg("booking"))
       .def("expire", &Table::expire, py::arg("now_s"))
       .def(
@@ -256,16 +257,17 @@ void bind_policy(py::module_& m) {
   const auto pick = [](Policy& p, Table& table, std::int64_t prompt, std::int64_t output,
                        std::int64_t cached, double slo_ttft_s, double slo_tpot_s,
                        double now_s, std::int64_t source_rank,
-                       const Prefixes* prefixes) {
+                       const Prefixes* prefixes, double due_s) {
     return p.pick(table, Demand{prompt, output, cached, slo_ttft_s, slo_tpot_s, now_s,
-                                source_rank, prefixes});
+                                source_rank, prefixes, due_s});
   };
   const auto decide = [pick](Policy& p, Table& table, std::int64_t prompt,
                              std::int64_t output, std::int64_t cached,
                              double slo_ttft_s, double slo_tpot_s, double now_s,
-                             std::int64_t source_rank, const Prefixes* prefixes) {
+                             std::int64_t source_rank, const Prefixes* prefixes,
+                             double due_s) {
     const std::size_t rank = pick(p, table, prompt, output, cached, slo_ttft_s,
-                                  slo_tpot_s, now_s, source_rank, prefixes);
+                                  slo_tpot_s, now_s, source_rank, prefixes, due_s);
     return py::make_tuple(rank, p.reason(), scores_of(p));
   };
   py::class_<Policy>(m, "Policy")
@@ -276,12 +278,12 @@ void bind_policy(py::module_& m) {
            py::arg("output_tokens"), py::kw_only(), py::arg("cached_tokens") = 0,
            py::arg("slo_ttft_s") = 0.0, py::arg("slo_tpot_s") = 0.0,
            py::arg("now_s") = 0.0, py::arg("source_rank") = Demand::kNowhere,
-           py::arg("prefixes") = py::none())
+           py::arg("prefixes") = py::none(), py::arg("due_s") = Demand::kNever)
       .def("decide", decide, py::arg("table"), py::arg("prompt_tokens"),
            py::arg("output_tokens"), py::kw_only(), py::arg("cached_tokens") = 0,
            py::arg("slo_ttft_s") = 0.0, py::arg("slo_tpot_s") = 0.0,
            py::arg("now_s") = 0.0, py::arg("source_rank") = Demand::kNowhere,
-           py::arg("prefixes") = py::none())
+           py::arg("prefixes") = py::none(), py::arg("due_s") = Demand::kNever)
       .def("scores", &scores_of)
       .def("terms", &terms_of)
       .def("price", &price_of_rank, py::arg("rank"))
@@ -328,13 +330,14 @@ void bind_replay(py::module_& m) {
          std::size_t under_way, bool all_new) {
         std::vector<Happening> happenings;
         for (const py::handle& item : script) {
-          const auto [heard, prompt, output, now_s] =
+          const auto [heard, prompt, output, now_s, due_s] =
               item.cast<std::tuple<std::optional<py::dict>, std::int64_t, std::int64_t,
-                                   double>>();
+                                   double, double>>();
           Happening next;
           next.demand.prompt_tokens = prompt;
           next.demand.output_tokens = output;
           next.demand.now_s = now_s;
+          next.demand.due_s = due_s;
           if (heard) next.heard = {(*heard)["rank"].cast<std::int64_t>(), message_of(*heard)};
           happenings.push_back(next);
         }

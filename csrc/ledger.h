@@ -25,6 +25,7 @@ struct Booking {
   std::uint32_t output_tokens;
   std::uint32_t uncached_tokens;  // of the prompt, to be computed
   double booked_s;                // NaN: not dated yet
+  double due_s;                   // when it should have ended; infinite: whenever
   Booking* previous = nullptr;
   Booking* next = nullptr;
 };
@@ -86,10 +87,13 @@ class Ledger {
   const Account& account(std::size_t rank) const { return accounts_[rank]; }
   std::size_t open_bookings() const { return open_.size(); }
 
+  /// An engine's oldest open booking, the head of its list; nullptr: none.
+  const Booking* first_open(std::size_t rank) const { return lists_[rank].head; }
+
   /// Books one leg and returns its number; numbers start at 1 and only grow.
   std::int64_t book(std::size_t rank, Phase phase, std::uint32_t prompt_tokens,
                     std::uint32_t output_tokens, std::uint32_t cached_tokens,
-                    double now_s) {
+                    double now_s, double due_s) {
     if (cached_tokens > prompt_tokens)
       throw std::invalid_argument("cached_tokens exceeds prompt_tokens");
     const std::int64_t number = last_number_ + 1;
@@ -97,7 +101,7 @@ class Ledger {
     Booking& booking =
         open_
             .emplace(number, Booking{number, rank, phase, prompt_tokens, output_tokens,
-                                     prompt_tokens - cached_tokens, now_s})
+                                     prompt_tokens - cached_tokens, now_s, due_s})
             .first->second;
     last_number_ = number;
     append(booking);

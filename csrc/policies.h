@@ -13,6 +13,7 @@
 #include <string>
 
 #include "policy.h"
+#include "queue.h"
 
 namespace calrouter {
 
@@ -267,7 +268,7 @@ class Pricing : public Policy {
 /// the request itself costs there, and what it costs those who come after. Engines long
 /// silent are left out. Loses to counting where requests are all of one size, so that
 /// there is nothing to price.
-class Calibrated final : public Pricing {
+class Calibrated : public Pricing {
  public:
   Calibrated(std::size_t begin, std::size_t end, const PolicyOptions& options)
       : Pricing(begin, end, options),
@@ -290,7 +291,6 @@ class Calibrated final : public Pricing {
     });
   }
 
- private:
   /// One engine as it was when last looked at.
   struct Known {
     std::uint64_t version = 0;
@@ -325,9 +325,77 @@ class Calibrated final : public Pricing {
     return known;
   }
 
+  Demand demand_;
+
+ private:
   double routers_;
   std::vector<Known> known_;
-  Demand demand_;
+};
+
+/// `calibrated`, for prefill engines that serve in the order `deadline`: a request waits
+/// for what goes before it in that order, and each deadline that is missed because of it
+/// counts more than any wait. Loses to `calibrated` where engines serve in the order of
+/// arrival. A pool that decodes, too, is priced as by `calibrated`: bookings do not tell
+/// whose prompt still waits there.
+class Deadline final : public Calibrated {
+ public:
+  Deadline(std::size_t begin, std::size_t end, const PolicyOptions& options)
+      : Calibrated(begin, end, options), prices_(end - begin), queue_(kLegs) {}
+  const char* name() const override { return "deadline"; }
+
+  Price terms(std::size_t place) const override {
+    return prices_[scores_[place].rank - begin()];
+  }
+
+ protected:
+  std::size_t choose(Table& table, const Demand& demand) override {
+    demand_ = demand;
+    return cheapest(table, demand.now_s, [&](std::size_t rank) {
+      Price& price = prices_[rank - begin()];
+      price = price_at(look(table, rank));
+      if (serves_ == Serves::Prefill) join(table, rank, price);
+      return total_s(price);
+    });
+  }
+
+ private:
+  void join(const Table& table, std::size_t rank, Price& price) {
+    const Engine& engine = table.engine_at(rank);
+    const Costs& costs = engine.costs;
+    queue_.clear();
+    for (const Booking* own = table.first_open_at(rank); own; own = own->next)
+      if (own->phase == Phase::Prefill)
+        queue_.add(waiting(own->booked_s, own->due_s,
+                           costs.prefill_s(number(std::int64_t{own->uncached_tokens}))));
+    // Whoever is silent may stay so as long again before it goes on.
+    const double from_s = demand_.now_s + price[kSilence];
+    const Joined joined = queue_.join(
+        waiting(demand_.now_s, demand_.due_s, price[kPrefillOwn]), from_s,
+        price[kPrefillBacklog],
+        costs.prefill_s(number(
+            std::min(engine.limits.max_num_batched_tokens, kStepTokens))));
+    price[kPrefillBacklog] = joined.wait_s;
+    price[kSlo] = weights_.slo * kMissS * static_cast<double>(joined.new_misses);
+  }
+
+  /// Who has no deadline gives way as in the order `short_first`.
+  Waiting waiting(double since_s, double due_s, double cost_s) const {
+    if (due_s != Demand::kNever) return {due_s, due_s, cost_s};
+    const double known_s = std::isnan(since_s) ? demand_.now_s : since_s;
+    return {known_s + kGivesWay * cost_s, due_s, cost_s};
+  }
+
+  /// What a deadline that is missed counts, in seconds: more than any wait.
+  static constexpr double kMissS = 1e3;
+  /// `WEIGHT` of vllm_calrouter/ordering/short_first.py.
+  static constexpr double kGivesWay = 3.0;
+  /// `STEP_TOKENS` of vllm_calrouter/ordering/deadline.py: no step is longer.
+  static constexpr std::int64_t kStepTokens = 2048;
+  /// An engine's open legs up to which a choice never allocates.
+  static constexpr std::size_t kLegs = 4096;
+
+  std::vector<Price> prices_;
+  Queue queue_;
 };
 
 /// The score of the study "Calibrate, Then Route", as docs/pricing.md reads it: seconds
@@ -360,7 +428,7 @@ class Paper final : public Pricing {
 
 inline constexpr const char* kPolicyNames[] = {"vllm", "round_robin", "least_loaded",
                                                "power_of_two", "length_threshold", "calibrated",
-                                               "paper"};
+                                               "deadline", "paper"};
 
 inline std::unique_ptr<Policy> make_policy(const std::string& name, std::size_t begin,
                                            std::size_t end,
@@ -372,6 +440,7 @@ inline std::unique_ptr<Policy> make_policy(const std::string& name, std::size_t 
     return std::make_unique<LengthThreshold>(begin, end, options);
   if (name == "vllm") return std::make_unique<VllmOwn>(begin, end, options);
   if (name == "calibrated") return std::make_unique<Calibrated>(begin, end, options);
+  if (name == "deadline") return std::make_unique<Deadline>(begin, end, options);
   if (name == "paper") return std::make_unique<Paper>(begin, end, options);
   std::string known;
   for (const char* policy : kPolicyNames) known += std::string(" ") + policy;

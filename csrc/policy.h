@@ -1,6 +1,7 @@
 // What a placement policy is: from the ranks [begin, end) it picks one.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -34,7 +35,8 @@ class Policy {
   virtual std::string reason() const = 0;
 
   /// Picks a rank of the pool. The table is changed only by policies that count what
-  /// they expect an engine to report next. Does not allocate.
+  /// they expect an engine to report next. Does not allocate (`deadline`: while no engine
+  /// has more than 4,096 legs of this router).
   std::size_t pick(Table& table, const Demand& demand) {
     if (end_ > table.engines()) throw std::out_of_range("the pool exceeds the table");
     if (demand.cached_tokens < 0 || demand.cached_tokens > demand.prompt_tokens ||
@@ -44,6 +46,7 @@ class Policy {
     if (demand.source_rank < Demand::kNowhere ||
         demand.source_rank >= static_cast<std::int64_t>(table.engines()))
       throw std::out_of_range("source_rank is no engine of the table");
+    if (std::isnan(demand.due_s)) throw std::invalid_argument("due_s must be a number");
     if (demand.prefixes && demand.prefixes->engines() != table.engines())
       throw std::invalid_argument("the prefixes are of other engines");
     scores_.clear();

@@ -25,8 +25,10 @@ struct Demand {
   double now_s = 0.0;
   std::int64_t source_rank = kNowhere;  // the engine that has its KV cache
   const Prefixes* prefixes = nullptr;   // what is cached where; instead of the above
+  double due_s = kNever;  // when this leg should have ended, on the clock of `now_s`
 
   static constexpr std::int64_t kNowhere = -1;
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
 
   /// Tokens of the prompt that an engine has to compute.
   double uncached_tokens(std::size_t rank) const {

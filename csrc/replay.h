@@ -46,7 +46,9 @@ inline Replayed replay(Table& table, Policy& prefill, Policy& decode,
     result.seconds.push_back(took.count());
     const auto prompt = static_cast<std::uint32_t>(next.demand.prompt_tokens);
     const auto output = static_cast<std::uint32_t>(next.demand.output_tokens);
-    const auto first = table.book(static_cast<std::int64_t>(p), Phase::Prefill, prompt, 1);
+    const double now_s = next.demand.now_s;
+    const auto first = table.book(static_cast<std::int64_t>(p), Phase::Prefill, prompt, 1, 0,
+                                  now_s, next.demand.due_s);
     const auto second =
         table.book(static_cast<std::int64_t>(d), Phase::Decode, prompt, output);
     bookings.emplace_back(first, second);

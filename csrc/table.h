@@ -115,6 +115,9 @@ class Table {
   /// For loops over ranks that were checked before.
   const Engine& engine_at(std::size_t rank) const { return engines_[rank]; }
   const Account& account_at(std::size_t rank) const { return ledger_.account(rank); }
+  const Booking* first_open_at(std::size_t rank) const {
+    return ledger_.first_open(rank);
+  }
   const Pulse& pulse_at(std::size_t rank) const { return pulses_[rank]; }
   std::int32_t host_at(std::size_t rank) const { return pulses_[rank].host; }
 
@@ -138,10 +141,12 @@ class Table {
 
   std::int64_t book(std::int64_t rank, Phase phase, std::uint32_t prompt_tokens,
                     std::uint32_t output_tokens, std::uint32_t cached_tokens = 0,
-                    double now_s = std::numeric_limits<double>::quiet_NaN()) {
+                    double now_s = std::numeric_limits<double>::quiet_NaN(),
+                    double due_s = std::numeric_limits<double>::infinity()) {
+    if (std::isnan(due_s)) throw std::invalid_argument("due_s must be a number");
     const std::size_t index = checked(rank);
     const std::int64_t number = ledger_.book(index, phase, prompt_tokens, output_tokens,
-                                             cached_tokens, now_s);
+                                             cached_tokens, now_s, due_s);
     pulses_[index].changed();
     return number;
   }

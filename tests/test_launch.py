@@ -98,6 +98,12 @@ WRONG_LAUNCHES = [
     ({"enable_elastic_ep": True}, "drop --enable-elastic-ep"),
     ({"nnodes": 2}, "--nnodes has not been tried"),
     ({"router_config": {"warm_up": False}}, "--router-config.prefill N"),
+    ({"router_config": {"nixl_sleep_ms": 1}}, "--router-config.prefill N"),
+    ({"router_policy": "deadline"}, "write --router-policy calibrated"),
+    (
+        {"router_policy": "deadline", "router_config": {"prefill": 1, "order": "fcfs"}},
+        "drop --router-config.order",
+    ),
     ({"router_config": {"journal": ""}}, "cannot be written"),
     ({"router_config": {"journal": "/proc/none/j"}}, "cannot be written"),
     ({"data_parallel_backend": "ray"}, "--data-parallel-backend mp"),

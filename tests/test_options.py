@@ -61,6 +61,8 @@ def test_on_and_off_mean_nothing_where_no_switch_is() -> None:
         ({"prefill": -1}, "--router-config.prefill"),
         ({"prefill": True}, "--router-config.prefill"),
         ({"warm_up": "no"}, "--router-config.warm_up"),
+        ({"nixl_sleep_ms": -1}, "--router-config.nixl_sleep_ms"),
+        ({"nixl_sleep_ms": 1.5}, "--router-config.nixl_sleep_ms"),
         ({"first_token": "maybe"}, "--router-config.first_token"),
         ({"kv_load_failure": "retry"}, "--router-config.kv_load_failure"),
         ({"long_share": 0}, "--router-config.long_share"),

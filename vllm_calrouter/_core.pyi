@@ -117,12 +117,16 @@ class Table:
         *,
         cached_tokens: int = 0,
         now_s: float = ...,
+        due_s: float = ...,
     ) -> int:
         """Book one leg; returns its number, which starts at 1 and only grows.
 
         Args:
             cached_tokens: of the prompt, not to be computed.
             now_s: when its lease begins; by default when `expire` first meets it.
+            due_s: when it should have ended, on the same clock; by default whenever.
+
+        Raises ValueError: more cached than there is, `due_s` is no number.
         """
 
     def release(self, booking: int) -> bool:
@@ -255,6 +259,7 @@ class Policy:
         now_s: float = 0.0,
         source_rank: int = -1,
         prefixes: Prefixes | None = None,
+        due_s: float = ...,
     ) -> int:
         """A rank for a request of this size (output predicted).
 
@@ -267,10 +272,13 @@ class Policy:
             source_rank: the engine that has its KV cache; -1: none, or unknown.
             prefixes: has looked the prompt up; says instead of `cached_tokens` how much
                 of it each engine has.
+            due_s: when this leg should have ended, on the clock of `now_s`; by default
+                whenever. Read by `deadline`.
 
         Raises IndexError when the pool or `source_rank` exceeds the table, ValueError
-        when tokens are below 0, more are cached than there are or `prefixes` are of
-        other engines, RuntimeError when a pricing policy meets an engine without costs.
+        when tokens are below 0, more are cached than there are, `due_s` is no number or
+        `prefixes` are of other engines, RuntimeError when a pricing policy meets an
+        engine without costs.
         """
 
     def decide(
@@ -285,6 +293,7 @@ class Policy:
         now_s: float = 0.0,
         source_rank: int = -1,
         prefixes: Prefixes | None = None,
+        due_s: float = ...,
     ) -> tuple[int, str, tuple[tuple[int, float], ...]]:
         """`pick`, `reason` and `scores` in one call."""
 
@@ -330,9 +339,9 @@ def make_policy(
         routers: how many routers share the engines.
         seed: of `power_of_two`'s draws.
         threshold_tokens, long_share: of `length_threshold`.
-        serves: the phase the pool runs, which `calibrated` and `paper` price; None:
-            both.
-        slot_weight, kv_weight, slo_weight: of `calibrated` and `paper`
+        serves: the phase the pool runs, which the policies that price need to know;
+            None: both.
+        slot_weight, kv_weight, slo_weight: of the policies that price
             (docs/pricing.md).
 
     Raises ValueError: unknown name, empty pool, share outside (0, 1], negative weight.
@@ -342,7 +351,7 @@ def replay(
     table: Table,
     prefill: Policy,
     decode: Policy,
-    script: list[tuple[dict[str, float] | None, int, int, float]],
+    script: list[tuple[dict[str, float] | None, int, int, float, float]],
     *,
     under_way: int,
     all_new: bool = False,
@@ -351,7 +360,7 @@ def replay(
 
     Args:
         script: for each request a message to hear first (`Table.hear`'s arguments, or
-            None), prompt tokens, predicted output tokens, now_s.
+            None), prompt tokens, predicted output tokens, now_s, due_s.
         under_way: requests that are under way at most; the oldest ends first.
         all_new: every engine counts as changed before every choice.
 

@@ -37,7 +37,7 @@ _POLICY_KEYS = {
     "long_share": ("length_threshold",),
     "seed": ("power_of_two",),
     "prefix_aware": opt.PRICING_POLICIES,
-    "slot_weight": ("calibrated",),
+    "slot_weight": ("calibrated", "deadline"),
     "kv_weight": opt.PRICING_POLICIES,
     "slo_weight": opt.PRICING_POLICIES,
 }
@@ -138,6 +138,14 @@ def check_effect(config: Mapping[str, Any], options: RouterOptions) -> None:
             )
     if "calibration" in config:
         _check_calibration(options)
+    if options.policy == "deadline" and not (
+        options.prefill and options.order == "deadline"
+    ):
+        raise OptionError(
+            "the policy deadline acts only where prefill engines serve by deadline: "
+            "add --router-config.prefill N and drop --router-config.order, or write "
+            "--router-policy calibrated"
+        )
     if options.prefill:
         return
     for key in config:

@@ -24,11 +24,12 @@ POLICIES = (
     "power_of_two",
     "length_threshold",
     "calibrated",
+    "deadline",
     "paper",
 )
 
 #: Those that price placements in seconds.
-PRICING_POLICIES = ("calibrated", "paper")
+PRICING_POLICIES = ("calibrated", "deadline", "paper")
 
 #: vLLM's own order of what waits: nothing is hooked.
 FCFS = "fcfs"
@@ -145,18 +146,21 @@ class RouterOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 HELP = {
     "policy": f"How an engine is chosen: {', '.join(POLICIES)}.",
-    "profile": "calibrated, paper, admission, and every order but fcfs: what work "
-    "costs on these engines; the name of a shipped profile or a file. Without it an "
-    "A40's figures stand in; orders correct them by what the engine's own steps take.",
-    "calibration": "calibrated, paper, admission: on or off: fit what work costs to "
-    "the steps that engines report, beginning with the profile. Off: only tell when it "
-    "is wrong. On where no profile is written, unless said otherwise.",
-    "slot_weight": "calibrated: how much the use of an engine's slots counts in its "
-    "price; 0: not at all (docs/pricing.md).",
-    "kv_weight": "calibrated, paper: the same of its KV cache after admission.",
-    "slo_weight": "calibrated, paper: the same of a target that would be missed.",
-    "prefix_aware": "calibrated, paper: on or off: expect an engine to have cached the "
-    "prompts that this router sent there, and price only what it has to compute.",
+    "profile": "calibrated, deadline, paper, admission, and every order but fcfs: what "
+    "work costs on these engines; the name of a shipped profile or a file. Without it "
+    "an A40's figures stand in; orders correct them by what engines' own steps take.",
+    "calibration": "calibrated, deadline, paper, admission: on or off: fit what work "
+    "costs to the steps that engines report, beginning with the profile. Off: only "
+    "tell when it is wrong. On where no profile is written, unless said otherwise.",
+    "slot_weight": "calibrated, deadline: how much the use of an engine's slots "
+    "counts in its price; 0: not at all (docs/pricing.md).",
+    "kv_weight": "calibrated, deadline, paper: the same of its KV cache after "
+    "admission.",
+    "slo_weight": "calibrated, deadline, paper: the same of a target that would be "
+    "missed.",
+    "prefix_aware": "calibrated, deadline, paper: on or off: expect an engine to have "
+    "cached the prompts that this router sent there, and price only what it has to "
+    "compute.",
     "prefill": "Engines (the first ranks) that only run prefill; the others decode. "
     "0: every engine does both.",
     "warm_up": "Move one KV cache over every prefill-decode pair before the server "
@@ -167,9 +171,9 @@ HELP = {
     f"{', '.join(ORDERS)}.",
     "decode_order": "The same for engines that only decode: "
     f"{', '.join(DECODE_ORDERS)}.",
-    "patience": "deadline: prompts that came later may go ahead of a request for so "
-    "many times the seconds its own prompt takes. More: more requests in time, and a "
-    "longer tail; null: no bound.",
+    "patience": "The order deadline: prompts that came later may go ahead of a request "
+    "for so many times the seconds its own prompt takes. More: more requests in time, "
+    "and a longer tail; null: no bound.",
     "kv_load_failure": "recompute or fail: what a decode engine does with a request "
     "whose KV cache it could not read (vLLM's kv_load_failure_policy).",
     "nixl_sleep_ms": "Milliseconds that NIXL's progress thread may sleep while nothing "

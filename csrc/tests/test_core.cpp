@@ -219,7 +219,7 @@ void terms_are_of_the_pick() {
   Table table = priced_table(3);
   PolicyOptions options;
   options.serves = Serves::Decode;
-  for (const char* name : {"calibrated", "paper"}) {
+  for (const char* name : {"calibrated", "deadline", "paper"}) {
     auto policy = make_policy(name, 0, 3, options);
     table.book(1, Phase::Decode, 500, 700);
     policy->pick(table, {1000, 100});
@@ -257,17 +257,44 @@ void refuses_what_cannot_be_priced() {
   expect(table.heard(0) == nullptr, "a refused message was not heard");
 }
 
+void a_queue_serves_by_deadline() {
+  const double never = Demand::kNever;
+  Queue queue(4);
+  expect(queue.join({9.0, 9.0, 1.0}, 0.0, 4.0, 0.0).wait_s == 2.0,
+         "half of who is not known goes first");
+  queue.add({2.0, 2.0, 1.0});
+  queue.add({8.0, 8.0, 2.0});
+  queue.add({5.0, never, 1.0});
+  Joined joined = queue.join({6.0, 6.0, 1.0}, 0.0, 4.0, 0.0);
+  expect(joined.wait_s == 2.0 && joined.new_misses == 0, "between the second and third");
+  joined = queue.join({1.0, 1.0, 1.0}, 0.0, 4.0, 0.0);
+  expect(joined.wait_s == 0.0 && joined.new_misses == 0, "the first");
+  joined = queue.join({1.5, 1.5, 1.5}, 0.0, 4.0, 0.0);
+  expect(joined.wait_s == 0.0 && joined.new_misses == 1, "the one due at 2 is late");
+  joined = queue.join({0.5, 0.5, 1.5}, 0.0, 4.0, 0.0);
+  expect(joined.wait_s == 4.0 && joined.new_misses == 1, "who is late comes last");
+  joined = queue.join({6.0, 6.0, 1.0}, 0.0, 4.0, 2.0);
+  expect(joined.wait_s == 2.5, "half a step is under way, and part of each is done");
+  joined = queue.join({6.0, 6.0, 1.0}, 0.0, 6.0, 0.0);
+  expect(joined.wait_s == 3.0, "half of what others sent goes first");
+}
+
 void choices_do_not_allocate() {
   Table table = priced_table(64);
+  for (int i = 0; i < 200; ++i) table.book(i % 64, Phase::Prefill, 100, 1, 0, 0.0, 1.0);
   for (const char* name : kPolicyNames) {
-    auto policy = make_policy(name, 16, 64, {});
-    policy->pick(table, {100, 100});
-    const std::size_t before = allocations;
-    for (int i = 0; i < 100; ++i) {
-      table.hear(16 + i % 48, message(1, i + 1, 0, 0.1 * i));
-      policy->pick(table, {100 + i, 100, i, 0.2, 0.05, 0.1 * i});
+    for (const Serves serves : {Serves::Both, Serves::Prefill}) {
+      PolicyOptions options;
+      options.serves = serves;
+      auto policy = make_policy(name, 16, 64, options);
+      policy->pick(table, {100, 100});
+      const std::size_t before = allocations;
+      for (int i = 0; i < 100; ++i) {
+        table.hear(16 + i % 48, message(1, i + 1, 0, 0.1 * i));
+        policy->pick(table, {100 + i, 100, i, 0.2, 0.05, 0.1 * i});
+      }
+      expect(allocations == before, name);
     }
-    expect(allocations == before, name);
   }
   const std::size_t before = allocations;
   table.book(0, Phase::Decode, 1, 1);
@@ -292,6 +319,7 @@ int main() {
   terms_are_of_the_pick();
   two_tables_are_not_confused();
   refuses_what_cannot_be_priced();
+  a_queue_serves_by_deadline();
   choices_do_not_allocate();
   if (failures == 0) std::printf("core: all checks passed\n");
   return failures == 0 ? 0 : 1;

@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks import decision_latency
-from benchmarks.decision_latency import Run, costs_of, measure, script_of, split
+from benchmarks.decision_latency import (
+    DEADLINE,
+    Run,
+    costs_of,
+    measure,
+    script_of,
+    split,
+)
 
 
 def test_all_versions_choose_alike_and_not_always_the_same() -> None:
@@ -15,6 +22,7 @@ def test_all_versions_choose_alike_and_not_always_the_same() -> None:
     assert set(runs) == {
         "C++",
         "C++, all new",
+        DEADLINE,
         "binding",
         "decide",
         "NumPy",
@@ -24,6 +32,7 @@ def test_all_versions_choose_alike_and_not_always_the_same() -> None:
     assert len(picks) == len(runs["C++"].seconds) == 300
     assert {p for p, _ in picks} == {0, 1}
     assert {d for _, d in picks} == {2, 3, 4, 5}
+    assert len(runs.pop(DEADLINE).picks) == 300
     assert all(run.picks == picks[: len(run.picks)] for run in runs.values())
     assert all(seconds > 0 for run in runs.values() for seconds in run.seconds)
 
@@ -33,6 +42,7 @@ def test_a_version_that_chooses_otherwise_is_an_error(
 ) -> None:
     def runs_of(engines: int, choices: int, seed: int) -> Iterator[tuple[str, Run]]:
         yield "C++", Run([(0, 1), (0, 2)], [1e-6, 1e-6])
+        yield DEADLINE, Run([(0, 5), (0, 5)], [1e-6, 1e-6])
         yield "Python", Run([(0, 1), (0, 3)], [1e-6, 1e-6])
 
     monkeypatch.setattr(decision_latency, "runs_of", runs_of)

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.price import A40_QWEN_3B
 from vllm_calrouter._core import TERMS, Phase
-from vllm_calrouter.options import RouterOptions, parse
+from vllm_calrouter.options import PRICING_POLICIES, RouterOptions, parse
 from vllm_calrouter.placement import Choice, Limits, Placer, Pools
 
 SPLIT = Pools(engines=6, prefill=2)
@@ -19,7 +19,7 @@ def own_terms(placer: Placer, phase: Phase) -> dict[str, float]:
     return {name: s for name, s in choice.terms[choice.rank].items() if s > 0}
 
 
-@pytest.mark.parametrize("policy", ["calibrated", "paper"])
+@pytest.mark.parametrize("policy", PRICING_POLICIES)
 def test_each_pool_is_priced_for_what_it_does(policy: str) -> None:
     placer = Placer(RouterOptions(policy=policy), SPLIT, explain=True)
     both = Placer(RouterOptions(policy=policy), Pools(3, 0), explain=True)

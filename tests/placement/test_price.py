@@ -14,6 +14,7 @@ from benchmarks.price import A40_QWEN_3B, Booking, Request, State, terms, total_
 from tests.placement.test_ledger import message
 from vllm_calrouter import _core
 from vllm_calrouter._core import TERMS, Costs, Phase, Policy, Table, make_policy
+from vllm_calrouter.options import PRICING_POLICIES
 
 SERVES = (Phase.PREFILL, Phase.DECODE, None)
 _NAMES = [name for name in dir(Costs) if not name.startswith("_")]
@@ -454,7 +455,7 @@ def test_decide_is_pick_reason_and_scores(name: str) -> None:
     rank, reason, scores = one.decide(tables[0], 100, 100, now_s=1.0)
     assert rank == other.pick(tables[1], 100, 100, now_s=1.0)
     assert (reason, scores) == (other.reason(), other.scores())
-    assert bool(one.terms()) == (name in ("calibrated", "paper"))
+    assert bool(one.terms()) == (name in PRICING_POLICIES)
 
 
 @pytest.mark.parametrize(

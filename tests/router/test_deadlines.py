@@ -50,6 +50,28 @@ def test_without_it_decode_takes_what_it_needs() -> None:
     assert told(leg)["deadline_s"] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize("more", [{}, {"max_tokens": 1}])
+def test_a_leg_that_is_due_is_placed_where_it_makes_nobody_late(
+    more: dict[str, Any],
+) -> None:
+    """The router tells its placement by when a prefill leg should have ended."""
+    clock = Clock()
+    made = Router(parse({"prefill": 2, "policy": "deadline"}), 3, clock=clock)
+    ranks = []
+    # One that can just be in time, one with time to spare, and one in a hurry.
+    for number, ttft_ms in enumerate((240.0, 60_000.0, 200.0)):
+        leg = made.begin(
+            request(
+                f"r{number}",
+                prompt=2000 if number < 2 else 100,
+                params={"extra_args": {"slo_ttft_ms": ttft_ms}, **more},
+            )
+        )
+        ranks.append(leg.data_parallel_rank)
+    assert ranks[0] != ranks[1]
+    assert ranks[2] == ranks[1]
+
+
 def test_a_target_that_is_missed_is_told_as_such() -> None:
     clock = Clock()
     made = router(clock, order="deadline", first_token=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,6 +183,7 @@ class Placer:
         slo_tpot_s: float = 0.0,
         now_s: float = 0.0,
         source_rank: int | None = None,
+        due_s: float = math.inf,
     ) -> Choice:
         """Choose an engine; books nothing.
 
@@ -196,6 +198,8 @@ class Placer:
             slo_tpot_s: seconds between tokens; 0: no target.
             now_s: on the clock by which `table` hears messages.
             source_rank: the engine that has the request's KV cache.
+            due_s: when this leg should have ended, on the clock of `now_s`; infinite:
+                whenever.
         """
         began = self._clock()
         if self.refresh is not None:
@@ -211,6 +215,7 @@ class Placer:
             now_s=now_s,
             source_rank=-1 if source_rank is None else source_rank,
             prefixes=prefixes,
+            due_s=due_s,
         )
         cached_tokens = self._keep(prefixes, rank)
         return Choice(

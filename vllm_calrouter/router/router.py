@@ -7,6 +7,7 @@ feeds it what the engines answer.
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import uuid
 from collections import deque
@@ -175,6 +176,9 @@ class Router:
         wishes, features = self._features(request)
         predicted = self.predictor.predict(features)
         tokens = features.prompt_tokens
+        bypass = self._first_token.why_not(request, wanted=wishes.first_token)
+        deadline_s = self._deadlines.prefill_s(wishes, tokens, early=bypass is None)
+        due_s = self._due_s(deadline_s)
         choice = self._choose(
             Phase.PREFILL,
             tokens,
@@ -182,10 +186,9 @@ class Router:
             prompt=_prompt(request),
             slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=("warm_up", pair[0]) if pair else None,
+            due_s=due_s,
         )
-        bypass = self._first_token.why_not(request, wanted=wishes.first_token)
-        deadline_s = self._deadlines.prefill_s(wishes, tokens, early=bypass is None)
-        booking = self._book(choice, tokens, 1)
+        booking = self._book(choice, tokens, 1, due_s)
         leg = legs.prefill_leg(
             request,
             choice.rank,
@@ -249,6 +252,7 @@ class Router:
             given = ("forced", request.data_parallel_rank)
         elif vllm_rank is not None:
             given = ("vllm", vllm_rank)
+        due_s = self._due_s(wishes.ttft_s)
         choice = self._choose(
             phase,
             tokens,
@@ -256,8 +260,9 @@ class Router:
             prompt=_prompt(request),
             slo_s=(wishes.ttft_s, wishes.tpot_s),
             given=given,
+            due_s=due_s,
         )
-        booking = self._book(choice, tokens, predicted)
+        booking = self._book(choice, tokens, predicted, due_s)
         journey = Journey(
             request=request,
             stage=Stage.WHOLE,
@@ -323,11 +328,13 @@ class Router:
         given: tuple[str, int] | None = None,
         prompt: Prompt | None = None,
         source_rank: int | None = None,
+        due_s: float = math.inf,
     ) -> Choice:
         """Ask the policy, or take the rank that `given` (by whom, rank) names.
 
         `prompt`: to be computed there; `slo_s`: targets in seconds, from now to the
-        first token and between tokens; `source_rank`: the engine that has the KV cache.
+        first token and between tokens; `source_rank`: the engine that has the KV cache;
+        `due_s`: when the leg should have ended.
         """
         if given is None:
             choice = self.placer.choose(
@@ -339,6 +346,7 @@ class Router:
                 slo_tpot_s=slo_s[1] or 0.0,
                 now_s=self._clock(),
                 source_rank=source_rank,
+                due_s=due_s,
             )
         else:
             choice = self.placer.given(given[0], phase, given[1], prompt)
@@ -347,7 +355,13 @@ class Router:
             self.metrics.decided(choice, timed=given is None)
         return choice
 
-    def _book(self, choice: Choice, prompt: int, output: int) -> int:
+    def _due_s(self, left_s: float | None) -> float:
+        """When a leg that has so long is due; infinite: whenever."""
+        return math.inf if left_s is None else self._clock() + left_s
+
+    def _book(
+        self, choice: Choice, prompt: int, output: int, due_s: float = math.inf
+    ) -> int:
         table = self.placer.table
         booking = table.book(
             choice.rank,
@@ -356,6 +370,7 @@ class Router:
             output,
             cached_tokens=choice.cached_tokens,
             now_s=self._clock(),
+            due_s=due_s,
         )
         self._tell_load(choice)
         return booking
