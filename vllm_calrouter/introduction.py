@@ -21,7 +21,7 @@ from vllm_calrouter.options import OptionError, RouterOptions
 #: The utility by which routers ask.
 UTILITY = "calrouter_introduction"
 
-#: Options that engines act on: each must be the same wherever engines and routers run.
+#: Options of engines that must be the same wherever engines and routers run.
 SHARED = (
     "prefill",
     "order",

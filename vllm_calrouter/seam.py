@@ -24,7 +24,8 @@ Extended elsewhere, by subclass, with the names each subclass uses listed in `NE
 `router/client.py` (the data-parallel client), `engine/observer.py` and
 `engine/ordered.py` (the scheduler), `ordering/queue.py` (its waiting queue) and
 `engine/connector.py` (NIXL). A hook of vLLM's own for any of these lets the
-matching row go.
+matching row go. `engine/nixl_sleep.py` replaces the class by which NIXL's Python API
+configures an agent, which has no option for what it changes.
 """
 
 from __future__ import annotations
