@@ -2,7 +2,8 @@
 
     python -m benchmarks.calibration_held_out [--json]
 
-A real `vllm serve` with two engines that do both, a tiny model and vLLM's own kernels.
+A real `vllm serve` with two engines that do both, vLLM's own kernels and a model of 17
+million weights, large enough that computing is most of a step.
 In turn it is calibrated for a while as `calrouter calibrate` does it, and serves
 ordinary traffic for a while: random prompts and outputs, at random times, placed in
 turn. Each step of the traffic is predicted from what was in it, and compared with what
@@ -21,7 +22,8 @@ What would mislead:
 - A machine that is busy with other things: then steps take what they take, and their
   times have a long tail that no constants predict. The median forgives that, the 90th
   percentile shows it.
-- A tiny model: its steps are mostly vLLM's own work and hardly grow with the batch.
+- A tiny model (--hidden 128 --layers 2, as tests have it): its steps are mostly vLLM's
+  own work, which depends on more than the constants know of.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from examples.cpu_cluster import Cluster
+from examples.cpu_cluster import Cluster, end_servers_when_terminated
 from examples.tiny_model import make_tiny_model
 from vllm_calrouter.calibration import STAND_IN, EngineCosts, load
 from vllm_calrouter.calibration.fit import as_arrays, fit_steps, predict, values_of
@@ -54,12 +56,19 @@ MOST_ERROR = 0.15
 
 _ENGINES = 2
 _RATE = 12.0
+#: Of the model.
+_HIDDEN, _LAYERS = 512, 8
 _PROMPT_TOKENS = (4, 1200)
 _OUTPUT_TOKENS = (2, 80)
 
 
 async def held_out(
-    url: str, *, key: str | None = None, turns: int, turn_s: float
+    url: str,
+    *,
+    key: str | None = None,
+    turns: int,
+    turn_s: float,
+    rate: float = _RATE,
 ) -> list[dict[str, Any]]:
     """Calibrate a server and predict its steps under traffic; one row an engine."""
     prior = load(STAND_IN).costs
@@ -74,7 +83,7 @@ async def held_out(
                 for engine in (await measurement.run()).engines:
                     fitted.setdefault(engine.rank, []).extend(engine.steps)
             async with Measurement(url, prior, key=key) as watcher:
-                for engine in await watcher.watch(_traffic(http, turn_s, turn)):
+                for engine in await watcher.watch(_traffic(http, rate, turn_s, turn)):
                     held.setdefault(engine.rank, []).extend(engine.steps)
     return [_row(rank, fitted[rank], held[rank], prior) for rank in sorted(fitted)]
 
@@ -115,7 +124,9 @@ def _ratios(costs: EngineCosts, steps: list[StepTiming]) -> NDArray[np.float64]:
     return ratios
 
 
-async def _traffic(http: httpx.AsyncClient, seconds: float, seed: int) -> None:
+async def _traffic(
+    http: httpx.AsyncClient, rate: float, seconds: float, seed: int
+) -> None:
     draw = random.Random(seed)
 
     async def ask() -> None:
@@ -134,7 +145,7 @@ async def _traffic(http: httpx.AsyncClient, seconds: float, seed: int) -> None:
     async with asyncio.TaskGroup() as asked:
         while time.monotonic() < end_s:
             asked.create_task(ask())
-            await asyncio.sleep(draw.expovariate(_RATE))
+            await asyncio.sleep(draw.expovariate(rate))
 
 
 def _headers(key: str | None) -> dict[str, str]:
@@ -143,16 +154,24 @@ def _headers(key: str | None) -> dict[str, str]:
 
 def main() -> None:
     options = _options()
+    end_servers_when_terminated()
     with tempfile.TemporaryDirectory() as folder:
         cluster = Cluster(
-            make_tiny_model(Path(folder) / "tiny"),
-            engines=_ENGINES,
+            make_tiny_model(
+                Path(folder) / "tiny", hidden=options.hidden, layers=options.layers
+            ),
+            engines=options.engines,
             policy="round_robin",
             log=Path(folder) / "server.log",
         )
         with cluster:
             rows = asyncio.run(
-                held_out(cluster.url, turns=options.turns, turn_s=options.turn_s)
+                held_out(
+                    cluster.url,
+                    turns=options.turns,
+                    turn_s=options.turn_s,
+                    rate=options.rate,
+                )
             )
     if options.json:
         print(json.dumps(rows))
@@ -187,6 +206,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=5, help="default 5")
     parser.add_argument(
         "--turn-s", type=float, default=8.0, help="of each kind in a turn (default 8)"
+    )
+    shown = "default %(default)s"
+    parser.add_argument("--rate", type=float, default=_RATE, help=f"a second ({shown})")
+    parser.add_argument("--engines", type=int, default=_ENGINES, help=shown)
+    parser.add_argument(
+        "--hidden", type=int, default=_HIDDEN, help=f"the model's width ({shown})"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=_LAYERS, help=f"the model's layers ({shown})"
     )
     return parser.parse_args()
 

@@ -23,7 +23,6 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 _VOCAB = 512
 _HIDDEN = 128
 _LAYERS = 2
-_HEADS = 2
 #: The CPU attention refuses smaller heads at the first step.
 _HEAD_DIM = 64
 _MAX_POSITIONS = 4096
@@ -64,10 +63,20 @@ _CHAT_TEMPLATE = """\
 {% endif %}"""
 
 
-def make_tiny_model(directory: Path, *, seed: int = 0) -> Path:
-    """Make the model in `directory`, unless it is there; returns the directory."""
+def make_tiny_model(
+    directory: Path, *, seed: int = 0, hidden: int = _HIDDEN, layers: int = _LAYERS
+) -> Path:
+    """Make the model in `directory`, unless it is there; returns the directory.
+
+    Args:
+        hidden: its width, a multiple of 64.
+        layers: how many.
+    """
+    if hidden % _HEAD_DIM:
+        raise ValueError(f"hidden must be a multiple of {_HEAD_DIM}: {hidden}")
     marker = directory / "made-with.json"
-    recipe = json.dumps({"seed": seed, "script": _own_hash()})
+    made_with = {"seed": seed, "hidden": hidden, "layers": layers}
+    recipe = json.dumps({**made_with, "script": _own_hash()})
     if marker.exists() and marker.read_text() == recipe:
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +85,7 @@ def make_tiny_model(directory: Path, *, seed: int = 0) -> Path:
         made = Path(temporary) / "model"
         made.mkdir()
         _save_tokenizer(made)
-        _save_model(made, seed)
+        _save_model(made, seed, hidden, layers)
         (made / marker.name).write_text(recipe)
         shutil.rmtree(directory, ignore_errors=True)
         made.rename(directory)
@@ -91,7 +100,7 @@ def make_tiny_lora(directory: Path, *, seed: int = 0, rank: int = 8) -> Path:
     """Make a LoRA adapter for the tiny model, strong enough to change its output."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    widths = {"q_proj": _HEADS * _HEAD_DIM, "v_proj": _HEAD_DIM}
+    widths = {"q_proj": _HIDDEN, "v_proj": _HEAD_DIM}
     tensors = {}
     for layer in range(_LAYERS):
         for name, width in widths.items():
@@ -138,14 +147,14 @@ def _save_tokenizer(directory: Path) -> None:
     fast.save_pretrained(directory)
 
 
-def _save_model(directory: Path, seed: int) -> None:
+def _save_model(directory: Path, seed: int, hidden: int, layers: int) -> None:
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=_VOCAB,
-        hidden_size=_HIDDEN,
-        intermediate_size=2 * _HIDDEN,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // _HEAD_DIM,
         num_key_value_heads=1,
         head_dim=_HEAD_DIM,
         max_position_embeddings=_MAX_POSITIONS,

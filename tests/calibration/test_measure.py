@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from vllm_calrouter.calibration.measure import (
     Measurement,
     fit_transfers,
 )
+from vllm_calrouter.calibration.profile import FASTEST_BYTES_PER_S
 from vllm_calrouter.messages import MOST_TIMINGS, StepTiming, Transfer
 
 A40 = load("a40-qwen2.5-3b").costs
@@ -221,6 +223,41 @@ def test_transfers_of_one_size_tell_no_bandwidth() -> None:
     assert fit_transfers([], []) == {}
     same = [Transfer(0.01, 1000)] * 5
     assert fit_transfers(same, [(1000, 10)]) == {"kv_bytes_per_token": 100.0}
+
+
+def test_transfers_that_take_no_longer_when_larger_tell_their_seconds() -> None:
+    moved = [Transfer(0.03 - size / 1e9, size) for size in (10**6, 10**7)]
+    found = fit_transfers(moved, [])
+    assert found["transfer_base_s"] == pytest.approx(0.0245)
+    assert found["transfer_bytes_per_s"] == FASTEST_BYTES_PER_S
+    costs = A40.changed(**found)
+    assert costs.transfer_s(10**6) == pytest.approx(0.0245, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("moved", "far", "noted"),
+    [
+        ([], False, {"transfer_base_s", "transfer_bytes_per_s", "kv_bytes_per_token"}),
+        # One size tells the bytes of a token, and nothing of the link.
+        ([(0.01, 1000)] * 5, False, {"transfer_base_s", "transfer_bytes_per_s"}),
+        ([(0.02, 1000), (0.01, 9000)], False, {"transfer_bytes_per_s"}),
+        ([(0.01, 1000), (0.02, 9000)], False, set()),
+        (
+            [(0.01, 1000), (0.02, 9000)],
+            True,
+            {"far_transfer_base_s", "far_transfer_bytes_per_s"},
+        ),
+    ],
+)
+async def test_the_profile_says_what_of_transfers_was_not_measured(
+    moved: list[tuple[float, int]], far: bool, noted: set[str]
+) -> None:
+    found = await measured(FakeServer([A40], ["both"]))
+    sizes = [(size, size // 10) for _, size in moved]
+    transfer = fit_transfers([Transfer(*one) for one in moved], sizes)
+    prior = A40.changed(far_transfer_base_s=0.1, far_transfer_bytes_per_s=1e8)
+    profile = make_profile(replace(found, transfer=transfer), prior if far else A40)
+    assert set(profile.notes) == noted
 
 
 def test_a_few_slow_transfers_change_little() -> None:

@@ -22,6 +22,7 @@ from vllm_calrouter.calibration.measure import (
     Measurement,
 )
 from vllm_calrouter.calibration.profile import (
+    FASTEST_BYTES_PER_S,
     SCHEMA,
     STAND_IN,
     EngineCosts,
@@ -173,7 +174,6 @@ def make_profile(measured: Measured, prior: EngineCosts) -> Profile:
     measured is the prior's, and its note says so.
     """
     values, errors = values_of(prior), {}
-    notes: dict[str, str] = {}
     for index, name in enumerate(CONSTANTS):
         fits = [measured.fits[e.rank] for e in measured.engines]
         asked = [
@@ -186,9 +186,7 @@ def make_profile(measured: Measured, prior: EngineCosts) -> Profile:
     costs = with_values(prior, values).changed(**_whole(measured.transfer))
     capacity = min(engine.kv_tokens for engine in measured.engines)
     costs = msgspec.structs.replace(costs, kv_capacity_tokens=capacity)
-    for name in ("transfer_base_s", "transfer_bytes_per_s", "kv_bytes_per_token"):
-        if name not in measured.transfer:
-            notes[name] = "Not measured: no KV cache was moved. The prior's."
+    notes = _transfer_notes(measured.transfer, costs)
     served = measured.served
     return Profile(
         schema=SCHEMA,
@@ -251,6 +249,27 @@ def report(measured: Measured, profile: Profile) -> dict[str, Any]:
             for fit in (measured.fits[engine.rank],)
         ],
     }
+
+
+#: Of a constant of transfers.
+_UNMEASURED = (
+    "Not measured: no KV caches, or only of one size, were moved. The prior's."
+)
+
+
+def _transfer_notes(transfer: dict[str, float], costs: EngineCosts) -> dict[str, str]:
+    """What is to be known of the constants of transfers, by name."""
+    notes: dict[str, str] = {}
+    for far in ("", "far_"):
+        base, rate = f"{far}transfer_base_s", f"{far}transfer_bytes_per_s"
+        if base not in transfer:
+            if getattr(costs, base) is not None:
+                notes |= {base: _UNMEASURED, rate: _UNMEASURED}
+        elif transfer[rate] == FASTEST_BYTES_PER_S:
+            notes[rate] = "A large KV cache took no longer than a small one."
+    if "kv_bytes_per_token" not in transfer:
+        notes["kv_bytes_per_token"] = _UNMEASURED
+    return notes
 
 
 def _whole(transfer: dict[str, float]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from vllm_calrouter.calibration.fit import (
     regressors,
     values_of,
 )
-from vllm_calrouter.calibration.profile import EngineCosts
+from vllm_calrouter.calibration.profile import FASTEST_BYTES_PER_S, EngineCosts
 from vllm_calrouter.messages import StepTiming, Transfer
 
 #: A constant is known when its standard error is below this share of it, or below that
@@ -423,7 +423,8 @@ def fit_transfers(
         transfers: as engines told them.
         sizes: (bytes moved, tokens in the blocks moved) of single ones.
 
-    Returns what can be told, by name of `EngineCosts`.
+    Returns what can be told, by name of `EngineCosts`. Where larger transfers took no
+    longer than smaller ones, `transfer_bytes_per_s` is the highest that can be written.
     """
     found: dict[str, float] = {}
     if sizes:
@@ -436,9 +437,10 @@ def fit_transfers(
         return found
     rises = (seconds[above] - seconds[below])[apart]
     slope = float(np.median(rises / (size[above] - size[below])[apart]))
-    if slope > 0:
-        found["transfer_bytes_per_s"] = 1.0 / slope
-        found["transfer_base_s"] = max(0.0, float(np.median(seconds - slope * size)))
+    slope = max(slope, 0.0)
+    rate = 1.0 / slope if slope * FASTEST_BYTES_PER_S > 1.0 else FASTEST_BYTES_PER_S
+    found["transfer_bytes_per_s"] = rate
+    found["transfer_base_s"] = max(0.0, float(np.median(seconds - slope * size)))
     return found
 
 

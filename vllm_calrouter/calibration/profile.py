@@ -33,6 +33,9 @@ class ProfileError(ValueError):
     """A profile that cannot be used; one line that names the file and the field."""
 
 
+#: The highest rate that can be written.
+FASTEST_BYTES_PER_S = 1e15
+
 #: Lowest and highest value of each constant of `EngineCosts`: wide enough for any
 #: hardware and model, narrow enough to catch milliseconds written as seconds.
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -43,11 +46,11 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "decode_per_seq_s": (0.0, 1.0),
     "decode_per_context_token_s": (0.0, 1e-2),
     "transfer_base_s": (0.0, 60.0),
-    "transfer_bytes_per_s": (1.0, 1e15),
+    "transfer_bytes_per_s": (1.0, FASTEST_BYTES_PER_S),
     "kv_bytes_per_token": (1, 10**9),
     "kv_capacity_tokens": (16, 10**11),
     "far_transfer_base_s": (0.0, 60.0),
-    "far_transfer_bytes_per_s": (1.0, 1e15),
+    "far_transfer_bytes_per_s": (1.0, FASTEST_BYTES_PER_S),
 }
 
 
