@@ -184,6 +184,7 @@ def test_a_class_is_promised_what_is_written() -> None:
         ([*SMALL, "--router-config", "output_tokens"], "write --router-config"),
         ([*SMALL, "--router-config", "seed=3"], "write --seed"),
         ([*SMALL, "--router-config", "warm_up=false"], "no effect in a simulation"),
+        ([*SMALL, "--router-config", "nixl_sleep_ms=5"], "no effect in a simulation"),
         ([*SMALL, "--router-config", "journal=x"], "write --requests-file"),
         ([*SMALL, "--router-config", "telemetry=off"], "no effect in a simulation"),
         ([*SMALL, "--router-config", "telemetry_keys=x"], "no effect"),

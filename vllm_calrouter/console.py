@@ -37,6 +37,37 @@ def several(options: Sequence[Decorator]) -> Decorator:
     return decorate
 
 
+def seed_option(of: str) -> Decorator:
+    """`--seed`, several times; `of`: whose, in its help."""
+    return click.option(
+        "--seed",
+        "seeds",
+        multiple=True,
+        type=click.IntRange(0, 2**31 - 1),
+        default=(1,),
+        show_default=True,
+        help=f"Of {of}. May be given several times.",
+    )
+
+
+def find_rate_option(whose: str) -> Decorator:
+    """`--find-rate`; `whose` goodput the rate is found for."""
+    return click.option(
+        "--find-rate",
+        type=click.FloatRange(0, 1, min_open=True, max_open=True),
+        metavar="GOODPUT",
+        help=f"First find the rate at which the first {whose}, with the first seed, "
+        "has this goodput (0.7, say: in mid-collapse); then run all at that rate.",
+    )
+
+
+def json_option(line: str) -> Decorator:
+    """`--json`; what each line of it is of."""
+    return click.option(
+        "--json", "as_json", is_flag=True, help=f"Figures as JSON, a line a {line}."
+    )
+
+
 def pair(text: str, option: str, example: str) -> tuple[str, str]:
     """The two sides of `KEY=VALUE`; raises ValueError that shows an example."""
     key, sign, value = text.partition("=")

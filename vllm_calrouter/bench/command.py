@@ -12,7 +12,7 @@ import click
 from vllm_calrouter.bench.compare import Benchmark, Settings
 from vllm_calrouter.bench.server import BenchError
 from vllm_calrouter.calibration import STAND_IN, ProfileError, shipped
-from vllm_calrouter.console import Wrong
+from vllm_calrouter.console import Wrong, find_rate_option, json_option, seed_option
 from vllm_calrouter.workloads.options import HELP, Traffic, traffic_options
 
 _HELP = f"""Run a workload against live vLLM servers and measure it as simulate does.
@@ -50,15 +50,7 @@ Runs are kept in the folder --output: what is complete there is not run again.
     "several times, to compare.",
 )
 @traffic_options
-@click.option(
-    "--seed",
-    "seeds",
-    multiple=True,
-    type=click.IntRange(0, 2**31 - 1),
-    default=(1,),
-    show_default=True,
-    help="Of the workload. May be given several times.",
-)
+@seed_option("the workload")
 @click.option(
     "--profile",
     default=STAND_IN,
@@ -96,13 +88,7 @@ Runs are kept in the folder --output: what is complete there is not run again.
     show_envvar=True,
     help="Key of the servers.",
 )
-@click.option(
-    "--find-rate",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    metavar="GOODPUT",
-    help="First find the rate at which the first server, with the first seed, has this "
-    "goodput (0.7, say: in mid-collapse); then run all at that rate.",
-)
+@find_rate_option("server")
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
@@ -110,7 +96,7 @@ Runs are kept in the folder --output: what is complete there is not run again.
     show_default=True,
     help="Folder where runs and their requests are kept, for calrouter report.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Figures as JSON, a line a run.")
+@json_option("run")
 def bench(
     urls: tuple[str, ...],
     seeds: tuple[int, ...],

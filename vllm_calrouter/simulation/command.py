@@ -22,7 +22,15 @@ from vllm_calrouter.calibration import (
     load,
     shipped,
 )
-from vllm_calrouter.console import Wrong, number, pair, progress
+from vllm_calrouter.console import (
+    Wrong,
+    find_rate_option,
+    json_option,
+    number,
+    pair,
+    progress,
+    seed_option,
+)
 from vllm_calrouter.launch import check_effect
 from vllm_calrouter.options import POLICIES, OptionError, RouterOptions, parse
 from vllm_calrouter.runs import Run, RunsError, RunsFolder, Write, code_version
@@ -67,6 +75,7 @@ and differences are taken seed by seed against the first policy.
 _WITHOUT_EFFECT = {
     "warm_up": "nothing is cold in virtual time: drop it",
     "kv_load_failure": "no transfer fails in virtual time: drop it",
+    "nixl_sleep_ms": "nothing moves through NIXL in virtual time: drop it",
     "journal": "write --requests-file or --output",
     "telemetry": "engines tell routers without sockets: drop it",
     "telemetry_keys": "engines tell routers without sockets: drop it",
@@ -136,9 +145,6 @@ class _Job(NamedTuple):
     seed: int
 
 
-_PLURAL = " May be given several times, to compare."
-
-
 @click.command(help=_HELP)
 @traffic_options
 @click.option(
@@ -148,17 +154,9 @@ _PLURAL = " May be given several times, to compare."
     default=(RouterOptions().policy,),
     show_default=True,
     metavar="NAME",
-    help=f"One of {', '.join(POLICIES)}.{_PLURAL}",
+    help=f"One of {', '.join(POLICIES)}. May be given several times, to compare.",
 )
-@click.option(
-    "--seed",
-    "seeds",
-    multiple=True,
-    type=click.IntRange(0, 2**31 - 1),
-    default=(1,),
-    show_default=True,
-    help="Of workload and policy." + _PLURAL,
-)
+@seed_option("workload and policy")
 @click.option(
     "--prefill",
     type=click.IntRange(0),
@@ -265,13 +263,7 @@ _PLURAL = " May be given several times, to compare."
     show_default=True,
     help="How late routers hear what engines tell them, for policies that price.",
 )
-@click.option(
-    "--find-rate",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    metavar="GOODPUT",
-    help="First find the rate at which the first policy, with the first seed, has this "
-    "goodput (0.7, say: in mid-collapse); then run all at that rate.",
-)
+@find_rate_option("policy")
 @click.option(
     "--requests-file",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -283,7 +275,7 @@ _PLURAL = " May be given several times, to compare."
     help="Keep runs in this folder, for calrouter report; a run that is in it is not "
     "made again.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Figures as JSON, a line a run.")
+@json_option("run")
 def simulate(
     policies: tuple[str, ...],
     seeds: tuple[int, ...],

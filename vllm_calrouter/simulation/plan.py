@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import click
 
-from vllm_calrouter.console import Wrong
+from vllm_calrouter.console import Wrong, json_option
 from vllm_calrouter.simulation.pool import Figures, processes, simulated
 
 _HELP = """Simulate every split of so many engines into prefill and decode.
@@ -57,7 +57,7 @@ _FIGURES: dict[str, Callable[[Figures], float | None]] = {
 @click.option(
     "--engines", type=click.IntRange(2, 64), required=True, help="How many there are."
 )
-@click.option("--json", "as_json", is_flag=True, help="As JSON, a line a split.")
+@json_option("split")
 @click.argument("simulate", nargs=-1, type=click.UNPROCESSED, metavar="[TRACE] ...")
 def plan(engines: int, as_json: bool, simulate: tuple[str, ...]) -> None:
     words = shlex.join(_of_simulate(simulate))
