@@ -52,7 +52,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from examples.cpu_cluster import Cluster
+from examples.cpu_cluster import Cluster, end_servers_when_terminated
 from examples.tiny_model import make_tiny_model
 from vllm_calrouter.calibration import EngineCosts, load, save
 from vllm_calrouter.calibration.fit import (
@@ -111,6 +111,7 @@ class Found:
 
 def main() -> None:
     options = _options()
+    end_servers_when_terminated()
     pace = Pace(PROFILE, slow_down=options.slow_down, speed={1: SLOWER})
     with tempfile.TemporaryDirectory() as folder:
         found = run(Path(folder), pace)

@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from examples.cpu_cluster import Cluster
+from examples.cpu_cluster import Cluster, end_servers_when_terminated
 from examples.tiny_model import make_tiny_model
 
 _PREFILL, _ENGINES = 2, 4
@@ -300,6 +300,7 @@ def a_cluster(model: Path) -> Cluster:
 
 def main() -> int:
     options = arguments()
+    end_servers_when_terminated()
     low = requests(options.low, options.seed)
     scarce = requests(options.scarce, options.seed + 1, _LONG_PROMPT_TOKENS)
     print("starting two prefill and two decode engines", file=sys.stderr)

@@ -42,7 +42,6 @@ import asyncio
 import gc
 import itertools
 import json
-import signal
 import statistics
 import sys
 import time
@@ -66,7 +65,7 @@ from vllm.v1.engine import (
 )
 
 from benchmarks.quantiles import Quantiles, quantiles_us
-from examples.cpu_cluster import Cluster
+from examples.cpu_cluster import Cluster, end_servers_when_terminated
 from examples.tiny_model import make_tiny_model
 from vllm_calrouter.options import RouterOptions
 from vllm_calrouter.router.client import RouterClient
@@ -499,8 +498,7 @@ def main() -> None:
     deadline_s = time.monotonic()
     options = arguments()
     deadline_s += options.budget_s
-    # As an exception it ends the servers too; by default it would leave them behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end_servers_when_terminated()
     router_us = all_router_times(options.iterations)
     cpu_s = cpu_times(options.rounds, options.requests, deadline_s)
     result = summary(router_us, cpu_s, options.requests)

@@ -2,15 +2,17 @@
 
     python -m benchmarks.validation [--slow-down FACTOR] [--markdown]
 
-For each policy a real `vllm serve` with 2 prefill + 2 decode engines, whose steps take
-what a profile says (`vllm_calrouter.emulation`) times a slow-down, so that few cores
-keep up: real schedulers, KV caches, NIXL transfers, API server and HTTP. The client of
-`calrouter bench` sends each workload, and `calrouter simulate` serves the same requests
-in virtual time. Times are in emulated seconds: the clock's, divided by the slow-down.
+Cells of the grid of regimes (`benchmarks.regimes`), each under round-robin as a proxy
+does it today, vLLM's own choice, and the default. For each a real `vllm serve` with
+prefill and decode engines, whose steps take what a profile says
+(`vllm_calrouter.emulation`) times a slow-down, so that few cores keep up: real
+schedulers, KV caches, NIXL transfers, API server and HTTP. The client of `calrouter
+bench` sends each workload, and `calrouter simulate` serves the same requests in virtual
+time. Times are in emulated seconds: the clock's, divided by the slow-down.
 
 Passes (exit code 0) when the mean absolute difference in goodput is at most 0.03, each
-P99 of TTFT is 0.8 to 1.25 times the other, and where paced policies differ by more than
-0.02 in goodput the simulator names the same best one. Takes about 45 minutes, and a
+P99 of TTFT is 0.8 to 1.25 times the other, and where paced setups differ by more than
+0.02 in goodput the simulator names the same best one. Takes about 35 minutes, and a
 machine that does nothing else meanwhile.
 
 A run in which the machine did not keep up says nothing about the simulator: engines
@@ -28,6 +30,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -40,25 +43,45 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.markdown import markdown
+from benchmarks.regimes import grid
+from benchmarks.regimes.grid import DEFAULT, OWN, ROUND_ROBIN
 from benchmarks.runs import as_line, stored
-from examples.cpu_cluster import Cluster
+from examples.cpu_cluster import Cluster, end_servers_when_terminated
 from examples.tiny_model import make_tiny_model
 from vllm_calrouter.bench.compare import Benchmark, Settings
 from vllm_calrouter.calibration import load, save
 from vllm_calrouter.emulation import Pace, arguments
 from vllm_calrouter.runs import code_version
 from vllm_calrouter.simulation.pool import simulated
+from vllm_calrouter.workloads import FAMILIES
 from vllm_calrouter.workloads.options import Traffic
 
 Run = dict[str, Any]
 
 PROFILE = "a40-qwen2.5-3b"
-POLICIES = ("round_robin", "least_loaded", "calibrated")
-#: Workloads and rates, requests a second, that keep 2 + 2 engines under pressure.
-RATES = {"mixed": 21.0, "docs": 10.0, "chat": 30.0}
+#: Of `benchmarks.regimes`, under the same names, with fewer decode engines: these cells
+#: are short of prefill, and two cores keep up with four engines.
+SETUPS = (ROUND_ROBIN, OWN, DEFAULT)
 DURATION_S = 20.0
 
-PREFILL, DECODE = 2, 2
+
+class Scene(NamedTuple):
+    """What arrives (requests a second), and on how many engines."""
+
+    name: str
+    workload: str
+    rate: float
+    prefill: int = 2
+    decode: int = 2
+
+
+SCENES = (
+    Scene("mixed, 2 + 2", "mixed", FAMILIES["mixed"].rate),
+    Scene("chat, 2 + 2", "chat", FAMILIES["chat"].rate),
+    Scene("docs, 2 + 2", "docs", FAMILIES["docs"].rate),
+    Scene("mixed, starved 1 + 2", "mixed", 0.5 * FAMILIES["mixed"].rate, 1, 2),
+)
+
 _MODEL_LEN = 16_384
 _STEP_TOKENS = 2_048
 #: As `Cluster` has them.
@@ -78,10 +101,15 @@ _LATE = "does not keep up"
 
 
 class Case(NamedTuple):
-    """One workload under one policy."""
+    """One cell under one setup."""
 
-    workload: str
-    policy: str
+    cell: Scene
+    setup: str
+
+    @property
+    def server(self) -> tuple[str, int, int]:
+        """What a server is started with: setup, prefill and decode engines."""
+        return self.setup, self.cell.prefill, self.cell.decode
 
 
 class Both(NamedTuple):
@@ -101,7 +129,7 @@ class Both(NamedTuple):
 
 
 def cases() -> list[Case]:
-    return [Case(workload, policy) for workload in RATES for policy in POLICIES]
+    return [Case(cell, setup) for cell in SCENES for setup in SETUPS]
 
 
 def paced_runs(slow_down: float, seed: int) -> dict[Case, Run]:
@@ -110,16 +138,14 @@ def paced_runs(slow_down: float, seed: int) -> dict[Case, Run]:
     store.parent.mkdir(parents=True, exist_ok=True)
     code = code_version()
     keys = {
-        case: f"{code} {case.workload} {RATES[case.workload]:g} {DURATION_S:g} "
-        f"{case.policy} {slow_down:g} {seed}"
+        case: f"{code} {as_words(case)} {DURATION_S:g} {slow_down:g} {seed}"
         for case in cases()
     }
     found = stored(store)
-    for policy in POLICIES:
-        missing = [c for c in cases() if c.policy == policy and keys[c] not in found]
-        if not missing:
-            continue
-        for case, run in _measured(policy, missing, slow_down, seed):
+    missing = [case for case in cases() if keys[case] not in found]
+    for server in dict.fromkeys(case.server for case in missing):
+        on_it = [case for case in missing if case.server == server]
+        for case, run in _measured(on_it, slow_down, seed):
             found[keys[case]] = run
             if not disturbed(run):
                 with store.open("a") as file:
@@ -128,20 +154,20 @@ def paced_runs(slow_down: float, seed: int) -> dict[Case, Run]:
 
 
 def _measured(
-    policy: str, missing: Sequence[Case], slow_down: float, seed: int
+    on_it: Sequence[Case], slow_down: float, seed: int
 ) -> Iterator[tuple[Case, Run]]:
-    print(f"starting {PREFILL} + {DECODE} paced engines, {policy}", file=sys.stderr)
-    cluster = a_cluster(policy, slow_down)
+    """Cases that share a server, which is started for them."""
+    setup, prefill, decode = on_it[0].server
+    print(f"starting {prefill} + {decode} paced engines: {setup}", file=sys.stderr)
     # A folder of its own: what was disturbed before must not be found there.
-    output = _FOLDER / f"{policy}-{time.time():.0f}"
+    output = _FOLDER / f"{time.time():.0f}"
+    cluster = a_cluster(setup, prefill, decode, slow_down)
     with cluster:
         settings = Settings(profile=PROFILE, slow_down=slow_down)
-        benchmark = Benchmark({policy: cluster.url}, settings, output)
-        for case in missing:
+        benchmark = Benchmark({setup: cluster.url}, settings, output)
+        for case in on_it:
             traffic = Traffic(
-                workload=case.workload,
-                rate=RATES[case.workload],
-                duration=DURATION_S,
+                workload=case.cell.workload, rate=case.cell.rate, duration=DURATION_S
             )
             before = _late_warnings(cluster)
             (run,) = benchmark.runs(traffic, [seed])
@@ -158,17 +184,18 @@ def disturbed(run: Run) -> bool:
     return bool(run["late"] or run["sent_late_p99_s"] > MOST_SENT_LATE_S)
 
 
-def a_cluster(policy: str, slow_down: float) -> Cluster:
-    pace = Pace(PROFILE, slow_down=slow_down, prefill=PREFILL)
+def a_cluster(setup: str, prefill: int, decode: int, slow_down: float) -> Cluster:
+    pace = Pace(PROFILE, slow_down=slow_down, prefill=prefill)
     blocks = load(PROFILE).costs.kv_capacity_tokens // _BLOCK_TOKENS + 1
     return Cluster(
         make_tiny_model(Path(".cache/tiny")),
-        engines=PREFILL + DECODE,
-        prefill=PREFILL,
-        policy=policy,
+        engines=prefill + decode,
+        prefill=prefill,
         arguments=[
+            *_of_server(grid.SETUPS[setup]),
             *arguments(pace),
-            *_prices(slow_down),
+            # The others price nothing, and refuse a profile.
+            *(_prices(slow_down) if setup == DEFAULT else ()),
             *("--max-model-len", str(_MODEL_LEN)),
             *("--hf-overrides", json.dumps({"max_position_embeddings": _MODEL_LEN})),
             *("--max-num-batched-tokens", str(_STEP_TOKENS)),
@@ -176,8 +203,19 @@ def a_cluster(policy: str, slow_down: float) -> Cluster:
             "--no-async-scheduling",
         ],
         environ={"VLLM_SERVER_DEV_MODE": "1"},
-        log=_FOLDER / f"{policy}.log",
+        log=_FOLDER / f"server-{prefill}-{decode}-{SETUPS.index(setup)}.log",
     )
+
+
+def _of_server(words: str) -> Iterator[str]:
+    """A setup's words, as `vllm serve` takes them."""
+    options = iter(shlex.split(words))
+    for option, value in zip(options, options, strict=True):
+        if option == "--router-config":
+            key, value = value.split("=", 1)
+            option = f"--router-config.{key}"
+        yield {"--policy": "--router-policy"}.get(option, option)
+        yield value
 
 
 def _prices(slow_down: float) -> list[str]:
@@ -194,12 +232,19 @@ def _prices(slow_down: float) -> list[str]:
     return ["--router-config.profile", str(path)]
 
 
+def as_words(case: Case) -> str:
+    """A case, as `calrouter simulate` takes it."""
+    cell = case.cell
+    return (
+        f"--workload {cell.workload} --rate {cell.rate:g} --prefill {cell.prefill} "
+        f"--decode {cell.decode} {grid.SETUPS[case.setup]}"
+    )
+
+
 def simulated_run(case: Case, slow_down: float, seed: int) -> Run:
     """The same in virtual time."""
     return simulated(
-        f"--workload {case.workload} --rate {RATES[case.workload]:g} "
-        f"--duration {DURATION_S:g} --seed {seed} --policy {case.policy} "
-        f"--prefill {PREFILL} --decode {DECODE} --profile {PROFILE} "
+        f"{as_words(case)} --duration {DURATION_S:g} --seed {seed} --profile {PROFILE} "
         f"--max-model-len {_MODEL_LEN} --max-num-seqs {_SLOTS} "
         f"--max-num-batched-tokens {_STEP_TOKENS} --block-size {_BLOCK_TOKENS} "
         f"--report-ms {max(1.0, _REPORT_MS / slow_down):g} --output {_FOLDER}"
@@ -210,13 +255,17 @@ def verdict(found: dict[Case, Both]) -> dict[str, Any]:
     """The three checks, over all cases."""
     ratios = [both.ratio("ttft_s", "p99") for both in found.values()]
     residual = fmean(abs(both.residual) for both in found.values())
-    disagree = [w for w in RATES if not _same_best(w, found)]
-    lost = [f"{c.workload}, {c.policy}" for c, b in found.items() if disturbed(b.paced)]
+    disagree = [cell.name for cell in SCENES if not _same_best(cell, found)]
+    lost = [
+        f"{case.cell.name}: {case.setup}"
+        for case, both in found.items()
+        if disturbed(both.paced)
+    ]
     return {
         "mean_abs_goodput_residual": residual,
         "ttft_p99_ratio_least": min(ratios),
         "ttft_p99_ratio_most": max(ratios),
-        "another_best_policy": disagree,
+        "another_best_setup": disagree,
         "disturbed": lost,
         "passes": not lost
         and residual <= MOST_RESIDUAL
@@ -226,10 +275,10 @@ def verdict(found: dict[Case, Both]) -> dict[str, Any]:
     }
 
 
-def _same_best(workload: str, found: dict[Case, Both]) -> bool:
-    """Whether no policy beats the simulator's best one by a telling difference."""
-    of = {case.policy: both for case, both in found.items() if case[0] == workload}
-    simulated = max(of, key=lambda policy: of[policy].simulated["goodput"])
+def _same_best(cell: Scene, found: dict[Case, Both]) -> bool:
+    """Whether no setup beats the simulator's best one by a telling difference."""
+    of = {case.setup: both for case, both in found.items() if case.cell == cell}
+    simulated = max(of, key=lambda setup: of[setup].simulated["goodput"])
     best = max(both.paced["goodput"] for both in of.values())
     return bool(best - of[simulated].paced["goodput"] <= TELLING_DIFFERENCE)
 
@@ -245,7 +294,7 @@ _COLUMNS = {
 def rows(found: dict[Case, Both]) -> Iterator[list[str]]:
     """Cells of the table: paced, simulated, and the second less or over the first."""
     for case, both in found.items():
-        cells = [case.workload, case.policy]
+        cells = [case.cell.name, case.setup]
         paced, simulated = both.paced["goodput"], both.simulated["goodput"]
         cells.append(f"{paced:.3f} / {simulated:.3f} ({both.residual:+.3f})")
         for of, part in _COLUMNS.values():
@@ -257,13 +306,14 @@ def rows(found: dict[Case, Both]) -> Iterator[list[str]]:
 
 def main() -> int:
     options = _options()
+    end_servers_when_terminated()
     paced = paced_runs(options.slow_down, options.seed)
     found = {
         case: Both(paced[case], simulated_run(case, options.slow_down, options.seed))
         for case in cases()
     }
     result = verdict(found)
-    headings = ["workload", "policy", "goodput", *_COLUMNS]
+    headings = ["cell", "setup", "goodput", *_COLUMNS]
     if options.markdown:
         print(markdown(headings, rows(found)))
     else:
@@ -284,12 +334,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--slow-down",
         type=float,
-        default=8.0,
+        default=4.0,
         metavar="FACTOR",
         help="of the engines; more takes longer, and asks less of the machine "
         "(default %(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--markdown", action="store_true", help="the table for docs/")
     return parser.parse_args()
 

@@ -41,6 +41,17 @@ _STOP_TIMEOUT_S = 20.0
 _QUIET_PORTS = (20_000, 32_000)
 
 
+def end_servers_when_terminated() -> None:
+    """Let SIGTERM end this program as an exception does: its servers end, too."""
+
+    def end(*_: object) -> None:
+        # Once: a second one would interrupt the ending.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 class Cluster:
     """One `vllm serve`, on loopback unless told otherwise; use it as a context manager.
 
@@ -173,8 +184,8 @@ class Cluster:
         return None if self._process is None else self._process.poll()
 
     def __enter__(self) -> Cluster:
-        self.start()
         try:
+            self.start()
             self.wait_until_healthy()
         except BaseException:
             self.stop()

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from examples.cpu_cluster import Cluster
+from examples.cpu_cluster import Cluster, end_servers_when_terminated
 from examples.tiny_model import make_tiny_model
 
 _PREFILL = 2
@@ -245,6 +245,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=36, help="how many to send")
     parser.add_argument("--policy", default="least_loaded", help="the routing policy")
     options = parser.parse_args()
+    end_servers_when_terminated()
     if options.requests <= _ABORTED:
         parser.error(f"--requests must be more than {_ABORTED}")
     model = make_tiny_model(Path(".cache/tiny"))

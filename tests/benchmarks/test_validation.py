@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks import validation
-from benchmarks.validation import POLICIES, Both, Case, cases, disturbed, rows, verdict
+from benchmarks.regimes.grid import DEFAULT, ROUND_ROBIN
+from benchmarks.validation import (
+    SCENES,
+    SETUPS,
+    Both,
+    Case,
+    cases,
+    disturbed,
+    rows,
+    verdict,
+)
 from vllm_calrouter.calibration import load
+from vllm_calrouter.launch import check_effect
+from vllm_calrouter.options import parse
 
 
 def run(goodput: float, p99_s: float = 0.5, **more: Any) -> dict[str, Any]:
@@ -18,22 +32,39 @@ def run(goodput: float, p99_s: float = 0.5, **more: Any) -> dict[str, Any]:
     return {**figures, "late": 0, "sent_late_p99_s": 0.0, **more}
 
 
-def found(**changed: Both) -> dict[Case, Both]:
-    """All cases the same on both sides, but for one policy's on docs."""
+DOCS = next(cell for cell in SCENES if cell.workload == "docs")
+
+
+def found(changed: dict[str, Both] | None = None) -> dict[Case, Both]:
+    """All cases the same on both sides, but for some setups' on docs."""
     same = {case: Both(run(0.8), run(0.8)) for case in cases()}
-    return same | {Case("docs", policy): both for policy, both in changed.items()}
+    return same | {Case(DOCS, setup): both for setup, both in (changed or {}).items()}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_engines_of_every_policy_order_by_costs_on_their_own_clock(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_server_is_told_its_setup_and_costs_on_its_own_clock(
+    setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(validation, "_FOLDER", tmp_path)
     monkeypatch.setattr(validation, "make_tiny_model", lambda path: path)
     monkeypatch.setattr(validation, "Cluster", lambda model, **more: more["arguments"])
-    words: Any = validation.a_cluster(policy, 8.0)
-    profile = load(words[words.index("--router-config.profile") + 1])
-    slow, quick = profile.costs, load(validation.PROFILE).costs
+    words: Any = validation.a_cluster(setup, 2, 4, 8.0)
+    told = dict(pairwise(words))
+    config = {
+        key.removeprefix("--router-config."): yaml.safe_load(value)
+        for key, value in told.items()
+        if key.startswith("--router-config.")
+    }
+    config |= {"policy": told["--router-policy"], "prefill": 2}
+    check_effect(config, parse(config))
+    assert ("--router-config.first_token" in told) == (setup == ROUND_ROBIN)
+    if setup != DEFAULT:
+        assert told["--router-config.order"] == "fcfs"
+        assert "profile" not in config
+        return
+    assert "--router-config.order" not in told
+    slow = load(told["--router-config.profile"]).costs
+    quick = load(validation.PROFILE).costs
     assert slow.decode_base_s == pytest.approx(8 * quick.decode_base_s)
 
 
@@ -57,18 +88,18 @@ def test_equal_figures_pass() -> None:
     ],
 )
 def test_each_of_the_checks_can_fail(both: Both) -> None:
-    assert not verdict(found(calibrated=both))["passes"]
+    assert not verdict(found({DEFAULT: both}))["passes"]
 
 
 def test_a_best_policy_by_a_hair_may_be_another() -> None:
     hair = Both(run(0.815), run(0.79))
-    assert verdict(found(calibrated=hair))["passes"]
+    assert verdict(found({DEFAULT: hair}))["passes"]
 
 
 def test_differences_of_opposite_sign_do_not_cancel() -> None:
-    up, down = Both(run(0.8), run(0.95)), Both(run(0.8), run(0.65))
-    result = verdict(found(calibrated=up, round_robin=down))
-    assert result["mean_abs_goodput_residual"] == pytest.approx(0.3 / 9)
+    up, down = Both(run(0.7), run(0.9)), Both(run(0.7), run(0.5))
+    result = verdict(found({DEFAULT: up, ROUND_ROBIN: down}))
+    assert result["mean_abs_goodput_residual"] == pytest.approx(0.4 / len(cases()))
     assert not result["passes"]
 
 
@@ -79,6 +110,6 @@ def test_a_run_is_disturbed_when_its_engines_or_its_client_were_late() -> None:
 
 
 def test_a_row_shows_both_and_their_difference() -> None:
-    (cells,) = rows({Case("docs", "calibrated"): Both(run(0.8), run(0.75, 0.6))})
-    assert cells[:3] == ["docs", "calibrated", "0.800 / 0.750 (-0.050)"]
+    (cells,) = rows({Case(DOCS, DEFAULT): Both(run(0.8), run(0.75, 0.6))})
+    assert cells[:3] == [DOCS.name, DEFAULT, "0.800 / 0.750 (-0.050)"]
     assert cells[4] == "500 / 600 (1.20)"
