@@ -81,12 +81,25 @@ async def test_predicted_seconds_order_requests_as_measured_ones_do(
     assert np.corrcoef(predicted, measured)[0, 1] > 0.8
 
 
+async def busiest(server: Server) -> int:
+    """The decode engine that runs most, as soon as one runs anything."""
+    async with asyncio.timeout(30):
+        while True:
+            heard = (await asyncio.to_thread(server.state))["heard"]
+            held = {engine["rank"]: engine["running"] for engine in heard}
+            rank = max(DECODE, key=lambda rank: held[rank])
+            if held[rank]:
+                return rank
+            await asyncio.sleep(0.02)
+
+
 async def test_picks_leave_a_stuck_engine_and_nothing_is_lost(priced: Server) -> None:
-    stuck = priced.cluster.engine(1)
     async with priced.async_http() as http:
-        # Long enough that both engines have work when one of them stops.
-        running = [asyncio.create_task(ask(http, 30, 40, 700 + n)) for n in range(8)]
-        await asyncio.sleep(0.2)
+        # Long enough that they still run when their engine stops.
+        running = [asyncio.create_task(ask(http, 30, 300, 700 + n)) for n in range(8)]
+        # The one that prices prefer, if they do.
+        stuck_rank = await busiest(priced)
+        stuck = priced.cluster.engine(stuck_rank)
         stuck.suspend()
         try:
             # Its messages have stopped, and what it was given stays unfinished.
@@ -100,8 +113,8 @@ async def test_picks_leave_a_stuck_engine_and_nothing_is_lost(priced: Server) ->
             stuck.resume()
         names = await asyncio.gather(*running, *burst, *later)
     chosen = [priced.line_of(name)["decode_rank"] for name in names]
-    assert set(chosen) == DECODE
-    assert chosen[-len(later) :].count(1) <= 2
+    assert stuck_rank in chosen[: len(running)]
+    assert chosen[-len(later) :].count(stuck_rank) <= 2
     assert priced.settle(20) == ""
 
 
