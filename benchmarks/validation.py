@@ -2,9 +2,9 @@
 
     python -m benchmarks.validation [--slow-down FACTOR] [--markdown]
 
-Cells of the grid of regimes (`benchmarks.regimes`), each under round-robin as a proxy
-does it today, vLLM's own choice, and the default. For each a real `vllm serve` with
-prefill and decode engines, whose steps take what a profile says
+Cells like those of the grid of regimes (`benchmarks.regimes`), each under round-robin
+as a proxy does it today, vLLM's own choice, and the default. For each a real `vllm
+serve` with prefill and decode engines, whose steps take what a profile says
 (`vllm_calrouter.emulation`) times a slow-down, so that few cores keep up: real
 schedulers, KV caches, NIXL transfers, API server and HTTP. The client of `calrouter
 bench` sends each workload, and `calrouter simulate` serves the same requests in virtual
@@ -59,13 +59,12 @@ from vllm_calrouter.workloads.options import Traffic
 Run = dict[str, Any]
 
 PROFILE = "a40-qwen2.5-3b"
-#: Of `benchmarks.regimes`, under the same names, with fewer decode engines: these cells
-#: are short of prefill, and two cores keep up with four engines.
+#: Names of `benchmarks.regimes`.
 SETUPS = (ROUND_ROBIN, OWN, DEFAULT)
 DURATION_S = 20.0
 
 
-class Scene(NamedTuple):
+class Cell(NamedTuple):
     """What arrives (requests a second), and on how many engines."""
 
     name: str
@@ -75,11 +74,12 @@ class Scene(NamedTuple):
     decode: int = 2
 
 
-SCENES = (
-    Scene("mixed, 2 + 2", "mixed", FAMILIES["mixed"].rate),
-    Scene("chat, 2 + 2", "chat", FAMILIES["chat"].rate),
-    Scene("docs, 2 + 2", "docs", FAMILIES["docs"].rate),
-    Scene("mixed, starved 1 + 2", "mixed", 0.5 * FAMILIES["mixed"].rate, 1, 2),
+#: Fewer decode engines than in the grid: two cores keep up with four engines.
+CELLS = (
+    Cell("mixed, 2 + 2", "mixed", FAMILIES["mixed"].rate),
+    Cell("chat, 2 + 2", "chat", FAMILIES["chat"].rate),
+    Cell("docs, 2 + 2", "docs", FAMILIES["docs"].rate),
+    Cell("mixed, starved 1 + 2", "mixed", 0.5 * FAMILIES["mixed"].rate, 1, 2),
 )
 
 _MODEL_LEN = 16_384
@@ -103,7 +103,7 @@ _LATE = "does not keep up"
 class Case(NamedTuple):
     """One cell under one setup."""
 
-    cell: Scene
+    cell: Cell
     setup: str
 
     @property
@@ -129,7 +129,7 @@ class Both(NamedTuple):
 
 
 def cases() -> list[Case]:
-    return [Case(cell, setup) for cell in SCENES for setup in SETUPS]
+    return [Case(cell, setup) for cell in CELLS for setup in SETUPS]
 
 
 def paced_runs(slow_down: float, seed: int) -> dict[Case, Run]:
@@ -255,7 +255,7 @@ def verdict(found: dict[Case, Both]) -> dict[str, Any]:
     """The three checks, over all cases."""
     ratios = [both.ratio("ttft_s", "p99") for both in found.values()]
     residual = fmean(abs(both.residual) for both in found.values())
-    disagree = [cell.name for cell in SCENES if not _same_best(cell, found)]
+    disagree = [cell.name for cell in CELLS if not _same_best(cell, found)]
     lost = [
         f"{case.cell.name}: {case.setup}"
         for case, both in found.items()
@@ -275,7 +275,7 @@ def verdict(found: dict[Case, Both]) -> dict[str, Any]:
     }
 
 
-def _same_best(cell: Scene, found: dict[Case, Both]) -> bool:
+def _same_best(cell: Cell, found: dict[Case, Both]) -> bool:
     """Whether no setup beats the simulator's best one by a telling difference."""
     of = {case.setup: both for case, both in found.items() if case.cell == cell}
     simulated = max(of, key=lambda setup: of[setup].simulated["goodput"])

@@ -334,8 +334,7 @@ class Calibrated : public Pricing {
 
 /// `calibrated`, for prefill engines that serve in the order `deadline`: a request waits
 /// for what goes before it in that order, and each deadline that is missed because of it
-/// counts more than any wait. Loses to `calibrated` where engines serve in the order of
-/// arrival. A pool that decodes, too, is priced as by `calibrated`: bookings do not tell
+/// counts more than any wait. A pool that decodes, too, is priced as by `calibrated`: bookings do not tell
 /// whose prompt still waits there.
 class Deadline final : public Calibrated {
  public:
@@ -389,7 +388,8 @@ class Deadline final : public Calibrated {
   static constexpr double kMissS = 1e3;
   /// `WEIGHT` of vllm_calrouter/ordering/short_first.py.
   static constexpr double kGivesWay = 3.0;
-  /// `STEP_TOKENS` of vllm_calrouter/ordering/deadline.py: no step is longer.
+  /// `STEP_TOKENS` of vllm_calrouter/ordering/deadline.py: beyond it a step takes no
+  /// further prompt with a deadline.
   static constexpr std::int64_t kStepTokens = 2048;
   /// An engine's open legs up to which a choice never allocates.
   static constexpr std::size_t kLegs = 4096;

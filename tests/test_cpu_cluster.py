@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -31,6 +32,11 @@ def test_a_terminated_program_ends_its_server(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         server = psutil.Process(int(program.stdout.readline()))
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(60) == 128 + signal.SIGTERM
-    assert not server.is_running()
+        try:
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(60) == 128 + signal.SIGTERM
+            assert not server.is_running()
+        finally:
+            program.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                server.kill()

@@ -12,7 +12,7 @@ import yaml
 from benchmarks import validation
 from benchmarks.regimes.grid import DEFAULT, ROUND_ROBIN
 from benchmarks.validation import (
-    SCENES,
+    CELLS,
     SETUPS,
     Both,
     Case,
@@ -32,7 +32,7 @@ def run(goodput: float, p99_s: float = 0.5, **more: Any) -> dict[str, Any]:
     return {**figures, "late": 0, "sent_late_p99_s": 0.0, **more}
 
 
-DOCS = next(cell for cell in SCENES if cell.workload == "docs")
+DOCS = next(cell for cell in CELLS if cell.workload == "docs")
 
 
 def found(changed: dict[str, Both] | None = None) -> dict[Case, Both]:
@@ -91,7 +91,7 @@ def test_each_of_the_checks_can_fail(both: Both) -> None:
     assert not verdict(found({DEFAULT: both}))["passes"]
 
 
-def test_a_best_policy_by_a_hair_may_be_another() -> None:
+def test_a_best_setup_by_a_hair_may_be_another() -> None:
     hair = Both(run(0.815), run(0.79))
     assert verdict(found({DEFAULT: hair}))["passes"]
 

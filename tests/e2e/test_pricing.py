@@ -97,7 +97,7 @@ async def test_picks_leave_a_stuck_engine_and_nothing_is_lost(priced: Server) ->
     async with priced.async_http() as http:
         # Long enough that they still run when their engine stops.
         running = [asyncio.create_task(ask(http, 30, 300, 700 + n)) for n in range(8)]
-        # The one that prices prefer, if they do.
+        # Whichever has work: prices may prefer one engine for all.
         stuck_rank = await busiest(priced)
         stuck = priced.cluster.engine(stuck_rank)
         stuck.suspend()
@@ -109,6 +109,7 @@ async def test_picks_leave_a_stuck_engine_and_nothing_is_lost(priced: Server) ->
             for number in range(10):
                 later.append(asyncio.create_task(ask(http, 30, 4, 740 + number)))
                 await asyncio.sleep(0.1)
+            assert not all(task.done() for task in running)
         finally:
             stuck.resume()
         names = await asyncio.gather(*running, *burst, *later)

@@ -17,7 +17,7 @@ from vllm_calrouter.ordering.short_first import WEIGHT
 
 NOW_S = 100.0
 _MISS_S = 1000.0
-#: More than the order ever takes.
+#: More than the step under way is taken to have.
 _LIMIT_TOKENS = 4 * STEP_TOKENS
 
 

@@ -228,7 +228,10 @@ def report(measured: Measured, profile: Profile) -> dict[str, Any]:
             if value is not None
         },
         "standard_errors": profile.standard_errors,
-        "not_measured": sorted(profile.notes),
+        "not_measured": sorted(
+            name for name, why in profile.notes.items() if why in _NOT_MEASURED
+        ),
+        "notes": profile.notes,
         "slo": msgspec.to_builtins(profile.slo),
         "engines": [
             {
@@ -251,10 +254,10 @@ def report(measured: Measured, profile: Profile) -> dict[str, Any]:
     }
 
 
-#: Of a constant of transfers.
-_UNMEASURED = (
-    "Not measured: no KV caches, or only of one size, were moved. The prior's."
-)
+#: Of a constant of transfers that is the prior's.
+_UNMOVED = "Not measured: no KV cache was moved. The prior's."
+_ONE_SIZE = "Not measured: no KV caches of unlike sizes were moved. The prior's."
+_NOT_MEASURED = (_UNMOVED, _ONE_SIZE)
 
 
 def _transfer_notes(transfer: dict[str, float], costs: EngineCosts) -> dict[str, str]:
@@ -264,11 +267,11 @@ def _transfer_notes(transfer: dict[str, float], costs: EngineCosts) -> dict[str,
         base, rate = f"{far}transfer_base_s", f"{far}transfer_bytes_per_s"
         if base not in transfer:
             if getattr(costs, base) is not None:
-                notes |= {base: _UNMEASURED, rate: _UNMEASURED}
+                notes |= {base: _ONE_SIZE, rate: _ONE_SIZE}
         elif transfer[rate] == FASTEST_BYTES_PER_S:
             notes[rate] = "A large KV cache took no longer than a small one."
     if "kv_bytes_per_token" not in transfer:
-        notes["kv_bytes_per_token"] = _UNMEASURED
+        notes["kv_bytes_per_token"] = _UNMOVED
     return notes
 
 

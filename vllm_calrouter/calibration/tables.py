@@ -21,6 +21,9 @@ def show(report: dict[str, Any], output: str) -> None:
         )
     if report["not_measured"]:
         console.print(f"not measured, the prior's: {', '.join(report['not_measured'])}")
+    for name, note in report["notes"].items():
+        if name not in report["not_measured"]:
+            console.print(f"{name}: {note}")
     if not report["complete"]:
         console.print("not every constant is known to 2 %: give it more --most-seconds")
     console.print(

@@ -17,6 +17,9 @@ from vllm.platforms import current_platform
 
 logger = logging.getLogger("vllm.calrouter")
 
+#: By this attribute a class is known to be told already.
+_OURS = "_calrouter_sleep_ms"
+
 #: Milliseconds where engines run on the CPU, unless said otherwise.
 ON_CPU_MS = 1
 
@@ -38,9 +41,9 @@ def let_sleep(sleep_ms: int | None) -> None:
     api = sys.modules[nixl_utils.NixlWrapper.__module__]
     bindings = getattr(api, "nixlBind", None)
     config = getattr(bindings, "nixlAgentConfig", None)
-    if bindings is None or not hasattr(config, "pthrDelay"):
+    if not isinstance(getattr(config, "pthrDelay", None), property):
         logger.warning("this NIXL has no pthrDelay: its progress threads do not sleep")
-    elif not hasattr(config, "sleep_ms"):
+    elif bindings is not None and not hasattr(config, _OURS):
         bindings.nixlAgentConfig = _sleepy(config, sleep_ms)
 
 
@@ -48,8 +51,6 @@ def _sleepy(config: Any, milliseconds: int) -> type[Any]:
     """NIXL's configuration of an agent, with a delay that its makers do not change."""
 
     class Sleepy(config):  # type: ignore[misc]
-        sleep_ms = milliseconds
-
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             config.pthrDelay.fset(self, 1000 * milliseconds)
@@ -63,4 +64,5 @@ def _sleepy(config: Any, milliseconds: int) -> type[Any]:
         def pthrDelay(self, _: int) -> None:  # noqa: N802
             """It stays."""
 
+    setattr(Sleepy, _OURS, milliseconds)
     return Sleepy
