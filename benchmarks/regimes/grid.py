@@ -161,7 +161,7 @@ _ROUTERS = [
 #: Of each trace: words that cut out a window, and the rate in requests a second at
 #: which round-robin's goodput is about .85.
 TRACES = {
-    "azure2023_code": ("--start 600 --duration 180", 2.6),
+    "azure2023_code": ("--start 600 --duration 180", 1.3),
     "mooncake_conversation": ("--start 600 --duration 30 --spread 3", 0.7),
     "servegen_m_large": ("--start 600 --duration 40", 2.0),
     "servegen_deepseek_r1": ("--start 600 --duration 80", 4.0),
