@@ -211,11 +211,11 @@ def _of_server(words: str) -> Iterator[str]:
     """A setup's words, as `vllm serve` takes them."""
     options = iter(shlex.split(words))
     for option, value in zip(options, options, strict=True):
-        if option == "--router-config":
+        if option == "--policy":
+            yield from ("--router-policy", value)
+        else:
             key, value = value.split("=", 1)
-            option = f"--router-config.{key}"
-        yield {"--policy": "--router-policy"}.get(option, option)
-        yield value
+            yield from (f"--router-config.{key}", value)
 
 
 def _prices(slow_down: float) -> list[str]:

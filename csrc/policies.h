@@ -334,8 +334,8 @@ class Calibrated : public Pricing {
 
 /// `calibrated`, for prefill engines that serve in the order `deadline`: a request waits
 /// for what goes before it in that order, and each deadline that is missed because of it
-/// counts more than any wait. A pool that decodes, too, is priced as by `calibrated`: bookings do not tell
-/// whose prompt still waits there.
+/// counts more than any wait. A pool that decodes, too, is priced as by `calibrated`:
+/// bookings do not tell whose prompt still waits there.
 class Deadline final : public Calibrated {
  public:
   Deadline(std::size_t begin, std::size_t end, const PolicyOptions& options)

@@ -41,9 +41,9 @@ class Queue {
   }
 
   /// `backlog_s`: all that the engine has to compute. Where that is less than those known
-  /// here cost, part of theirs is done, or they share steps; where it is more, others are there, too, half of
-  /// whom are taken to go first. Half a step of at most `full_step_s` is taken to be under
-  /// way, which nobody overtakes.
+  /// here cost, part of theirs is done, or they share steps; where it is more, others are
+  /// there, too, half of whom are taken to go first. Half a step of at most `full_step_s`
+  /// is taken to be under way, which nobody overtakes.
   Joined join(const Waiting& newcomer, double now_s, double backlog_s,
               double full_step_s) {
     std::sort(waiting_.begin(), waiting_.end(), [](const Waiting& a, const Waiting& b) {

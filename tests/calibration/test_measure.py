@@ -257,7 +257,8 @@ async def test_the_profile_says_what_of_transfers_was_not_measured(
     sizes = [(size, size // 10) for _, size in moved]
     transfer = fit_transfers([Transfer(*one) for one in moved], sizes)
     prior = A40.changed(far_transfer_base_s=0.1, far_transfer_bytes_per_s=1e8)
-    profile = make_profile(replace(found, transfer=transfer), prior if far else A40)
+    found = replace(found, transfer=transfer)
+    profile = make_profile(found, prior if far else A40)
     told = report(found, profile)
     assert set(told["not_measured"]) == unmeasured
     flat = len(moved) == 2 and moved[0][0] > moved[1][0]

@@ -228,9 +228,7 @@ def report(measured: Measured, profile: Profile) -> dict[str, Any]:
             if value is not None
         },
         "standard_errors": profile.standard_errors,
-        "not_measured": sorted(
-            name for name, why in profile.notes.items() if why in _NOT_MEASURED
-        ),
+        "not_measured": sorted(set(profile.notes) - set(measured.transfer)),
         "notes": profile.notes,
         "slo": msgspec.to_builtins(profile.slo),
         "engines": [
@@ -254,10 +252,9 @@ def report(measured: Measured, profile: Profile) -> dict[str, Any]:
     }
 
 
-#: Of a constant of transfers that is the prior's.
+#: Notes on constants of transfers that are the prior's.
 _UNMOVED = "Not measured: no KV cache was moved. The prior's."
 _ONE_SIZE = "Not measured: no KV caches of unlike sizes were moved. The prior's."
-_NOT_MEASURED = (_UNMOVED, _ONE_SIZE)
 
 
 def _transfer_notes(transfer: dict[str, float], costs: EngineCosts) -> dict[str, str]:
